@@ -1,0 +1,57 @@
+"""What a runtime hands to a runner: a phase and a batch."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import attrs
+import torch
+
+from graphplat import tree
+
+
+class Phase(str, enum.Enum):
+    """Which kind of step a batch is."""
+
+    DECODE = "decode"
+    """A fixed number of new tokens per request; buckets count requests."""
+    PREFILL = "prefill"
+    """Packed prompts of unequal lengths; buckets count tokens."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@attrs.define(eq=False)
+class ForwardBatch:
+    """One step's work: sizes, inputs, and what exists only for capture.
+
+    ``num_requests`` and ``num_tokens`` are the real counts, without padding.
+    ``inputs`` is a nested structure of tensors and host constants shaped as the
+    runtime's :class:`~graphplat.InputSpec` says. ``variant`` selects among
+    graphs of one size (an adapter set, a speculative mode).
+
+    ``global_num_tokens_gpu``, ``global_dp_buffer_len`` and ``capture_only`` hold
+    what :meth:`~graphplat.ModelRunner.prepare_capture_batch` installs for
+    capture: tensors whose address a graph goes on reading. Weak references to a
+    batch work.
+    """
+
+    phase: Phase = attrs.field(converter=Phase)
+    num_requests: int
+    num_tokens: int
+    inputs: dict[str, Any] = attrs.field(factory=dict)
+    variant: str | None = None
+    global_num_tokens_gpu: torch.Tensor | None = None
+    global_dp_buffer_len: int | None = None
+    capture_only: dict[str, torch.Tensor] = attrs.field(factory=dict)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor reachable from this batch, by path."""
+        found = {}
+        for name in ("inputs", "global_num_tokens_gpu", "capture_only"):
+            for path, leaf in tree.walk(getattr(self, name), name):
+                if isinstance(leaf, torch.Tensor):
+                    found[path] = leaf
+        return found

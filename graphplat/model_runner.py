@@ -1,0 +1,106 @@
+"""The runtime contract: all that graphplat needs from an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from graphplat.batch import ForwardBatch, Phase
+from graphplat.config import GraphConfig
+from graphplat.errors import ContractError
+from graphplat.inputs import InputSpec
+from graphplat.platform import check_contract
+
+ForwardHook = tuple[str, Callable[..., Any]]
+"""A submodule's name (``""`` for the model itself) and a ``torch`` forward hook for it."""
+
+
+class CanaryManager(Protocol):
+    """What watches an engine's health; told when set-up is over."""
+
+    def mark_init_finished(self) -> None:
+        """Start to watch."""
+
+
+class ModelRunner:
+    """Base class of a runtime. Subclass it, set ``device`` and ``model``, define two methods.
+
+    Optional members are class attributes and methods with sensible defaults;
+    override what you need. :class:`ContractError` is raised at class definition
+    when a required method is missing, misspelt, or takes other arguments.
+    """
+
+    device: torch.device
+    """Where the model runs."""
+    model: torch.nn.Module
+    """Its parameters and buffers are watched for moves."""
+    graph_config: GraphConfig = GraphConfig()
+
+    is_draft_worker: bool = False
+    """A speculative draft worker: no symmetric memory, no canary."""
+    forward_hooks: Sequence[ForwardHook] = ()
+    """Registered on the model after capture; never traced into a graph."""
+    enable_symm_mem: bool = False
+    forward_stream: Any = None
+    """The stream that the runtime's forward passes use, if it is not the current one."""
+    canary_manager: CanaryManager | None = None
+    process_group: Any = None
+    """A ``torch.distributed`` group whose ranks must choose the same path."""
+    tokens_per_request: int = 1
+    """New tokens of each request in a decode step."""
+    generators: Sequence[torch.Generator] = ()
+    """Random generators other than the default one that the forward draws from."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_contract(cls, ModelRunner)
+        for name in ("input_spec", "forward"):
+            if getattr(cls, name) is getattr(ModelRunner, name):
+                raise ContractError(f"{cls.__qualname__} does not define {name}()", hint="Every runtime must")
+
+    def input_spec(self, phase: Phase) -> InputSpec:
+        """Declare the inputs of *phase*. Called once per phase that is used."""
+        raise NotImplementedError
+
+    def forward(self, batch: ForwardBatch) -> Any:
+        """Run the model; returns tensors or a nested structure of them."""
+        raise NotImplementedError
+
+    def prepare_capture_batch(self, batch: ForwardBatch) -> None:
+        """Complete the dummy *batch* before it is warmed up and captured.
+
+        Here a runtime installs capture-only tensors: ``batch.global_num_tokens_gpu``,
+        or entries of ``batch.capture_only``. They are kept alive as long as the graph.
+        """
+
+    def post_warmup(self) -> None:
+        """Called after each warm-up run, outside capture."""
+
+    def extra_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Tensors outside the model's parameters and buffers whose address the forward reads.
+
+        They are watched for moves too: plain attributes, workspaces, KV caches.
+        """
+        return {}
+
+
+def check_model_runner(model_runner: ModelRunner) -> None:
+    """Raise :class:`ContractError` if the instance lacks what its class promised."""
+    if not isinstance(model_runner, ModelRunner):
+        raise ContractError(
+            f"model_runner must be a graphplat.ModelRunner, found {type(model_runner).__name__}",
+            hint="Subclass ModelRunner",
+        )
+    for name, kind in (("device", torch.device), ("model", torch.nn.Module), ("graph_config", GraphConfig)):
+        value = getattr(model_runner, name, None)
+        if not isinstance(value, kind):
+            raise ContractError(
+                f"{type(model_runner).__qualname__}.{name} must be a {kind.__name__}, found {type(value).__name__}",
+                hint="Set it in __init__",
+            )
+    if type(model_runner.tokens_per_request) is not int or model_runner.tokens_per_request < 1:
+        raise ContractError(
+            f"tokens_per_request must be a positive integer, found {model_runner.tokens_per_request!r}"
+        )

@@ -1,0 +1,106 @@
+"""Nested structures of tensors: walk them, rebuild them, read them by path.
+
+Knows dicts, lists, tuples, named tuples, dataclasses, attrs classes and msgspec
+Structs, and their subclasses, at any depth. Anything else is a leaf. Paths read like the
+Python that reaches the leaf: ``meta.tables[0]``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import msgspec
+
+Step = tuple[str, Any]
+"""One step into a structure: ``("key", k)``, ``("index", i)`` or ``("attr", name)``."""
+
+
+def children(value: Any) -> list[tuple[Step, Any]] | None:
+    """The steps into *value* and what lies there, or ``None`` for a leaf."""
+    if isinstance(value, Mapping):
+        return [(("key", key), item) for key, item in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(("attr", name), getattr(value, name)) for name in value._fields]
+    if isinstance(value, (list, tuple)):
+        return [(("index", index), item) for index, item in enumerate(value)]
+    names = _field_names(value)
+    if names is None:
+        return None
+    return [(("attr", name), getattr(value, name)) for name in names]
+
+
+def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``(path, leaf)`` in a fixed order; ``None`` counts as a leaf."""
+    inner = children(value)
+    if inner is None:
+        yield path, value
+        return
+    for step, item in inner:
+        yield from walk(item, join(path, step))
+
+
+def map_leaves(function: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:
+    """A structure like *value* whose leaves are ``function(path, leaf)``.
+
+    Containers are new objects of the same types (frozen ones included);
+    fields that are no part of the structure are carried over.
+    """
+    inner = children(value)
+    if inner is None:
+        return function(path, value)
+    items = [(step, map_leaves(function, item, join(path, step))) for step, item in inner]
+    return _rebuild(value, items)
+
+
+def join(path: str, step: Step) -> str:
+    """Append *step* to *path*."""
+    kind, name = step
+    if kind == "index":
+        return f"{path}[{name}]"
+    return f"{path}.{name}" if path else str(name)
+
+
+def enter(value: Any, step: Step) -> Any:
+    """Take one step; raises ``KeyError``, ``IndexError`` or ``AttributeError``."""
+    kind, name = step
+    if kind == "attr":
+        return getattr(value, name)
+    return value[name]
+
+
+def _field_names(value: Any) -> list[str] | None:
+    if isinstance(value, type):
+        return None
+    if isinstance(value, msgspec.Struct):
+        return list(value.__struct_fields__)
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    if attrs.has(type(value)):
+        return [field.name for field in attrs.fields(type(value))]
+    return None
+
+
+def _rebuild(value: Any, items: list[tuple[Step, Any]]) -> Any:
+    if isinstance(value, Mapping):
+        if type(value) is dict:
+            return {name: item for (_, name), item in items}
+        clone: Any = copy.copy(value)
+        for (_, name), item in items:
+            clone[name] = item
+        return clone
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(item for _, item in items))
+    if isinstance(value, (list, tuple)):
+        return type(value)(item for _, item in items)
+    clone = copy.copy(value)
+    for (_, name), item in items:
+        # Frozen dataclasses, attrs classes and Structs refuse plain assignment.
+        if isinstance(clone, msgspec.Struct):
+            msgspec.structs.force_setattr(clone, name, item)
+        else:
+            object.__setattr__(clone, name, item)
+    return clone
