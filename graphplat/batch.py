@@ -11,7 +11,7 @@ import torch
 from graphplat import tree
 
 
-class Phase(str, enum.Enum):
+class Phase(enum.StrEnum):
     """Which kind of step a batch is."""
 
     DECODE = "decode"
@@ -49,9 +49,9 @@ class ForwardBatch:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor reachable from this batch, by path."""
-        found = {}
-        for name in ("inputs", "global_num_tokens_gpu", "capture_only"):
-            for path, leaf in tree.walk(getattr(self, name), name):
-                if isinstance(leaf, torch.Tensor):
-                    found[path] = leaf
-        return found
+        return {
+            path: leaf
+            for name in ("inputs", "global_num_tokens_gpu", "capture_only")
+            for path, leaf in tree.walk(getattr(self, name), name)
+            if isinstance(leaf, torch.Tensor)
+        }

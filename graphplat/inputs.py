@@ -17,6 +17,7 @@ from graphplat.errors import InputError
 
 RowDim = Literal["requests", "tokens", "requests+1"]
 _ROW_DIMS = ("requests", "tokens", "requests+1")
+_DIM_HINT = f"Use a number, UpTo or one of {_ROW_DIMS}"
 
 
 class UpTo(msgspec.Struct, frozen=True):

@@ -97,7 +97,8 @@ def check_model_runner(model_runner: ModelRunner) -> None:
         value = getattr(model_runner, name, None)
         if not isinstance(value, kind):
             raise ContractError(
-                f"{type(model_runner).__qualname__}.{name} must be a {kind.__name__}, found {type(value).__name__}",
+                f"{type(model_runner).__qualname__}.{name} must be a {kind.__name__}, "
+                f"found {type(value).__name__}",
                 hint="Set it in __init__",
             )
     if type(model_runner.tokens_per_request) is not int or model_runner.tokens_per_request < 1:

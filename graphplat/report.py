@@ -12,7 +12,7 @@ from graphplat.batch import Phase
 from graphplat.keys import ShapeKey
 
 
-class Reason(str, enum.Enum):
+class Reason(enum.StrEnum):
     """Why a batch did not replay a graph, or a shape has none."""
 
     OVER_MAX_BUCKET = "over_max_bucket"
