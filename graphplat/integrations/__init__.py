@@ -1,0 +1,1 @@
+"""Bridges to model libraries. Each module needs its library installed."""
