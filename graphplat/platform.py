@@ -148,6 +148,12 @@ class Platform:
     def reserved_bytes(self, device: torch.device) -> int | None:
         """Bytes held by the allocator, graph pools included, or ``None`` when unknown."""
 
+    def rng_state(self, device: torch.device) -> torch.Tensor | None:
+        """The state of *device*'s default random generator, or ``None`` when unknown."""
+
+    def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Put a state from :meth:`rng_state` back."""
+
     def empty_cache(self) -> None:
         """Return unused cached memory to the device."""
 

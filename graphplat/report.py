@@ -112,8 +112,8 @@ class RunnerStats:
     """Eager steps by reason."""
     sizes: collections.Counter[int] = attrs.field(factory=collections.Counter)
     """Steps by real size: the histogram a bucket planner reads."""
-    padded_rows: int = 0
-    real_rows: int = 0
+    recaptures: int = 0
+    """Times that moved weights made this runner record again."""
     last: Decision | None = None
 
     @property

@@ -1,0 +1,64 @@
+"""Capture and replay device graphs for any inference runtime on any accelerator.
+
+A runtime calls :func:`capture_cuda_graphs` once and ``runner.execute(batch)`` every
+step. A hardware vendor ships one plugin. Neither patches the other.
+"""
+
+from __future__ import annotations
+
+from graphplat.batch import ForwardBatch, Phase
+from graphplat.capture import (
+    CudaGraphsCapture,
+    DecodeGraphCapture,
+    capture_cuda_graphs,
+    capture_decode_graph,
+    capture_prefill_graph,
+)
+from graphplat.config import GraphConfig, PhaseConfig
+from graphplat.errors import CaptureError, ConfigError, GraphplatError, InputError, PlatformError
+from graphplat.hookspecs import hookimpl, hookspec
+from graphplat.inputs import HostSpec, InputSpec, TensorSpec, UpTo
+from graphplat.keys import ShapeKey
+from graphplat.model_runner import ModelRunner
+from graphplat.platform import Platform, PlatformCapabilities
+from graphplat.registry import current_platform, platform_for
+from graphplat.report import CaptureReport, Decision, Reason
+from graphplat.runners import BaseRunner, DecodeGraphRunner, EagerRunner, PrefillGraphRunner
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BaseRunner",
+    "CaptureError",
+    "CaptureReport",
+    "ConfigError",
+    "CudaGraphsCapture",
+    "Decision",
+    "DecodeGraphCapture",
+    "DecodeGraphRunner",
+    "EagerRunner",
+    "ForwardBatch",
+    "GraphConfig",
+    "GraphplatError",
+    "HostSpec",
+    "InputError",
+    "InputSpec",
+    "ModelRunner",
+    "Phase",
+    "PhaseConfig",
+    "Platform",
+    "PlatformCapabilities",
+    "PlatformError",
+    "PrefillGraphRunner",
+    "Reason",
+    "ShapeKey",
+    "TensorSpec",
+    "UpTo",
+    "capture_cuda_graphs",
+    "capture_decode_graph",
+    "capture_prefill_graph",
+    "current_platform",
+    "hookimpl",
+    "hookspec",
+    "platform_for",
+]

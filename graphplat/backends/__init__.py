@@ -1,0 +1,44 @@
+"""How a runner records one shape: full, breakable or compiled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from graphplat.backends.base import CaptureBackend, CapturedShape, Place
+from graphplat.backends.full import FullBackend
+from graphplat.errors import ConfigError, PlatformError
+
+if TYPE_CHECKING:
+    from graphplat.config import PhaseConfig
+    from graphplat.runners.context import RunnerContext
+
+__all__ = ["CaptureBackend", "CapturedShape", "FullBackend", "make_backend"]
+
+_BACKENDS: dict[str, type[CaptureBackend]] = {"full": FullBackend}
+
+
+def make_backend(config: PhaseConfig, context: RunnerContext, place: Place) -> CaptureBackend:
+    """The backend that *config* names; allocates nothing.
+
+    Raises :class:`PlatformError` when the platform lacks what it needs.
+    """
+    if config.backend not in _BACKENDS:
+        raise ConfigError(f"backend {config.backend!r} records nothing", hint=f"Use one of {sorted(_BACKENDS)}")
+    kind = _BACKENDS[config.backend]
+    lacking = kind.lacking(context.platform.capabilities)
+    if lacking is not None:
+        raise PlatformError(
+            f"the {config.backend} backend needs the capability {lacking!r}",
+            platform=context.platform.name,
+            hint='Use another backend, or "disabled"',
+        )
+    backend = kind(
+        platform=context.platform,
+        device=context.device,
+        context=context,
+        place=place,
+        warmup=config.warmup,
+        generators=context.model_runner.generators,
+    )
+    context.backends.append(backend)
+    return backend

@@ -1,0 +1,50 @@
+"""The ``full`` backend: one graph holds the whole forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from graphplat.backends.base import CaptureBackend, CapturedShape
+
+if TYPE_CHECKING:
+    from graphplat.batch import ForwardBatch
+    from graphplat.keys import ShapeKey
+    from graphplat.outputs import GraphOutput
+
+
+@attrs.define(eq=False)
+class FullBackend(CaptureBackend):
+    """Records a forward as a single graph."""
+
+    name = "full"
+
+    def _record(self, shape_key: ShapeKey, forward_fn: Callable[[], Any]) -> tuple[Any, GraphOutput]:
+        graph = self.platform.create_graph()
+        for generator in self.generators:
+            self.platform.register_generator(graph, generator)
+        try:
+            self.platform.capture_begin(graph, pool=self.pool, stream=self.stream)
+            output = self.place(shape_key, forward_fn())
+            self.platform.capture_end(graph)
+        except BaseException as error:
+            abandon(self.platform, graph, self.pool, self.stream, error)
+            raise
+        return graph, output
+
+    def _launch(self, captured: CapturedShape, batch: ForwardBatch | None) -> None:
+        del batch  # the graph reads the static buffers
+        self.platform.replay(captured.recording)
+
+    def _graphs(self, recording: Any) -> Sequence[Any]:
+        return (recording,)
+
+
+def abandon(platform: Any, graph: Any, pool: Any, stream: Any, error: BaseException) -> None:
+    """Clean up after a failed capture; a clean-up error is attached to *error*, never lost."""
+    try:
+        platform.abort_capture(graph, pool=pool, stream=stream)
+    except Exception as cleanup:  # noqa: BLE001 - whatever fails here must not hide the first error
+        error.add_note(f"cleaning up after the failed capture failed too: {type(cleanup).__name__}: {cleanup}")

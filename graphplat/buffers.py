@@ -1,0 +1,268 @@
+"""Static input buffers: one arena for all runners, one layout per shape key.
+
+Each shape key packs its fields tightly from the arena's start, so that a batch in
+host memory can travel as one copy. Layouts overlap: only the batch being run
+is in the arena.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from graphplat.errors import InputError
+from graphplat.inputs import InputSpec, TensorSpec
+
+if TYPE_CHECKING:
+    from graphplat.keys import ShapeKey
+    from graphplat.platform import Platform
+
+_ALIGN = 64
+"""Bytes; keeps every field fit for vectorised loads."""
+
+
+def packed_bytes(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Bytes of a layout that holds tensors of *shapes*, padding included."""
+    return sum(_field_bytes(shape, dtype) for shape, dtype in shapes)
+
+
+def _field_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    size = dtype.itemsize
+    for dim in shape:
+        size *= dim
+    return -(-size // _ALIGN) * _ALIGN
+
+
+@attrs.define(eq=False)
+class StaticArena:
+    """Device bytes that the static inputs of all runners of one model runner share.
+
+    ``lock`` serializes steps: two threads never mix their batches. A step on
+    another stream than the last one waits for it, since both use these bytes.
+    """
+
+    platform: Platform
+    device: torch.device
+    lock: threading.RLock = attrs.field(factory=threading.RLock)
+    owner: BoundInputs | None = None
+    """The layout that wrote last; any other finds foreign bytes in its padded rows."""
+    _bytes: torch.Tensor | None = None
+    _last_stream: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self._bytes is None else self._bytes.numel()
+
+    def reserve(self, nbytes: int) -> None:
+        """Hold at least *nbytes*. Layouts already handed out keep their old memory."""
+        if nbytes > self.nbytes:
+            # Static buffers are written both inside and outside inference mode.
+            with torch.inference_mode(False):
+                self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            self.owner = None
+
+    def carve(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor of *shape* at byte *offset*."""
+        if self._bytes is None:
+            self.reserve(_ALIGN)
+        assert self._bytes is not None
+        size = dtype.itemsize
+        for dim in shape:
+            size *= dim
+        with torch.inference_mode(False):
+            return self._bytes[offset : offset + size].view(dtype).view(shape)
+
+    def enter_stream(self) -> None:
+        """Order this step after the last one if that ran on another stream."""
+        stream = self.platform.current_stream(self.device)
+        if stream is None:
+            return
+        if self._last_stream is not None and stream != self._last_stream:
+            self.platform.wait_stream(stream, self._last_stream)
+        self._last_stream = stream
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether *tensor* lies in this arena."""
+        if self._bytes is None or tensor.device != self._bytes.device:
+            return False
+        return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
+
+
+@attrs.define(eq=False)
+class _Field:
+    """One tensor input in one layout."""
+
+    path: str
+    spec: TensorSpec
+    fill: Any
+    static: torch.Tensor
+    extent: tuple[int, ...] = ()
+    """The shape last written; what lies outside it holds the fill value."""
+
+
+@attrs.define(eq=False)
+class _Plan:
+    """How a batch of one real size goes into a layout."""
+
+    shapes: tuple[torch.Size, ...]
+    targets: tuple[torch.Tensor, ...]
+
+
+@attrs.define(eq=False)
+class BoundInputs:
+    """The static buffers of one shape key."""
+
+    arena: StaticArena
+    key: ShapeKey
+    fields: list[_Field]
+    _plans: dict[tuple[int, int], _Plan] = attrs.field(factory=dict)
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """The whole static tensors by path, padded rows included."""
+        return {field.path: field.static for field in self.fields}
+
+    def head(self, requests: int, tokens: int) -> dict[str, torch.Tensor]:
+        """The real rows of the static tensors by path, for a runtime to write in place."""
+        plan = self._plan(requests, tokens)
+        return {field.path: target for field, target in zip(self.fields, plan.targets, strict=True)}
+
+    def fill(self) -> None:
+        """Reset every row to its fill value."""
+        for field in self.fields:
+            field.static.fill_(0 if field.fill == "last" else field.fill)
+            field.extent = tuple(0 for _ in field.static.shape)
+        self.arena.owner = self
+
+    def load(self, leaves: Mapping[str, Any], requests: int, tokens: int) -> None:
+        """Copy checked *leaves* in and reset what lies beyond them."""
+        foreign = self.arena.owner is not self
+        self.arena.owner = self
+        plan = self._plan(requests, tokens)
+        targets, sources = [], []
+        for field, target, shape in zip(self.fields, plan.targets, plan.shapes, strict=True):
+            source = leaves[field.path]
+            if source.shape != shape:  # narrower in a varying dimension
+                target = _corner(field.static, source.shape)
+            extent = tuple(source.shape)
+            if source is not target and not _same_memory(source, target):
+                if self.arena.contains(source):
+                    source = source.clone()  # overlapping copies are undefined
+                targets.append(target)
+                sources.append(source)
+            self._reset_outside(field, extent, foreign=foreign)
+        _copy_all(targets, sources)
+        for field in self.fields:
+            if field.fill == "last":
+                _repeat_last(field.static, field.extent[0])
+
+    def _reset_outside(self, field: _Field, extent: tuple[int, ...], *, foreign: bool) -> None:
+        if foreign or any(old > new for old, new in zip(field.extent, extent, strict=True)):
+            fill = 0 if field.fill == "last" else field.fill
+            for axis, size in enumerate(extent):
+                if size < field.static.shape[axis]:
+                    inner = field.static
+                    for outer in range(axis):
+                        inner = inner.narrow(outer, 0, extent[outer])
+                    inner.narrow(axis, size, inner.shape[axis] - size).fill_(fill)
+        field.extent = extent
+
+    def _plan(self, requests: int, tokens: int) -> _Plan:
+        plan = self._plans.get((requests, tokens))
+        if plan is None:
+            if len(self._plans) >= 1024:  # bounds the cache where token counts vary widely
+                self._plans.clear()
+            targets = []
+            with torch.inference_mode(False):
+                for field in self.fields:
+                    rows = field.spec.rows(requests, tokens)
+                    targets.append(field.static if rows is None else field.static[:rows])
+            plan = _Plan(tuple(target.shape for target in targets), tuple(targets))
+            self._plans[(requests, tokens)] = plan
+        return plan
+
+
+def bind_inputs(spec: InputSpec, key: ShapeKey, arena: StaticArena) -> BoundInputs:
+    """Lay the tensor inputs of *key* out in *arena*, filled with their fill values."""
+    arena.reserve(layout_bytes(spec, key))
+    fields, offset = [], 0
+    for path, tensor in present_tensors(spec, key).items():
+        shape = tensor.shape(key.requests, key.tokens)
+        fill = tensor.fill if tensor.fill == "last" else arena.platform.padding_fill(path, tensor.fill)
+        fields.append(_Field(path, tensor, fill, arena.carve(offset, shape, tensor.dtype)))
+        offset += _field_bytes(shape, tensor.dtype)
+    bound = BoundInputs(arena, key, fields)
+    bound.fill()
+    return bound
+
+
+def layout_bytes(spec: InputSpec, key: ShapeKey) -> int:
+    """Bytes that the static inputs of *key* take."""
+    return packed_bytes(
+        [(s.shape(key.requests, key.tokens), s.dtype) for s in present_tensors(spec, key).values()]
+    )
+
+
+def present_tensors(spec: InputSpec, key: ShapeKey) -> dict[str, TensorSpec]:
+    """The tensor inputs of *key*: all but the optional ones it lacks."""
+    absent = set(spec.optional) - set(key.present)
+    return {path: tensor for path, tensor in spec.tensors.items() if path not in absent}
+
+
+def check_tensor(path: str, spec: TensorSpec, value: Any, requests: int, tokens: int) -> str | None:
+    """Check one field; raises :class:`InputError`, or says which dimension is too large."""
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"expected a tensor, found {type(value).__name__}", field=path)
+    if value.dtype != spec.dtype:
+        raise InputError(
+            f"expected {spec.dtype}, found {value.dtype}", field=path, hint="Convert it before the step"
+        )
+    wanted, found = spec.shape(requests, tokens), tuple(value.shape)
+    if len(wanted) != len(found):
+        raise InputError(f"expected shape {_describe(spec, wanted)}, found {found}", field=path)
+    over = None
+    for axis, (want, have) in enumerate(zip(wanted, found, strict=True)):
+        if isinstance(spec.dims[axis], int | str):
+            if want != have:
+                raise InputError(
+                    f"expected shape {_describe(spec, wanted)}, found {found}: axis {axis} differs", field=path
+                )
+        elif have > want:
+            over = f"{path}: axis {axis} has {have}, graphs hold {want}"
+    return over
+
+
+def _describe(spec: TensorSpec, shape: tuple[int, ...]) -> str:
+    parts = []
+    for dim, size in zip(spec.dims, shape, strict=True):
+        parts.append(f"{dim}={size}" if isinstance(dim, str) else f"{'' if isinstance(dim, int) else '<='}{size}")
+    return f"({', '.join(parts)})"
+
+
+def _same_memory(source: torch.Tensor, target: torch.Tensor) -> bool:
+    return (
+        source.data_ptr() == target.data_ptr()
+        and source.stride() == target.stride()
+        and source.device == target.device
+    )
+
+
+def _corner(static: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return static[tuple(slice(0, size) for size in shape)]
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    elif targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _repeat_last(static: torch.Tensor, rows: int) -> None:
+    if 0 < rows < static.shape[0]:
+        static[rows:].copy_(static[rows - 1 : rows].expand_as(static[rows:]))

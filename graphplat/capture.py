@@ -1,0 +1,174 @@
+"""The three functions a runtime calls once, and what they return."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from graphplat import registry
+from graphplat.batch import Phase
+from graphplat.errors import PlatformError, PluginError
+from graphplat.model_runner import ModelRunner, check_model_runner
+from graphplat.outputs import GraphSharedOutput
+from graphplat.platform import IN_TREE_DEVICE_TYPES
+from graphplat.report import CaptureReport, Reason
+from graphplat.runners.base import BaseRunner
+from graphplat.runners.context import RunnerContext
+from graphplat.runners.decode import DecodeGraphRunner
+from graphplat.runners.eager import EagerRunner
+from graphplat.runners.prefill import PrefillGraphRunner
+
+
+class DecodeGraphCapture(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of decode set-up."""
+
+    runner: BaseRunner | None
+    """Runs decode steps; ``None`` where decode has no graphs."""
+    graph_mem_usage: float
+    """GiB of device memory that the decode graphs took."""
+
+
+class CudaGraphsCapture(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of :func:`capture_cuda_graphs`."""
+
+    eager_runner: EagerRunner
+    prefill_runner: BaseRunner
+    decode: DecodeGraphCapture
+    report: CaptureReport
+
+    @property
+    def decode_runner(self) -> BaseRunner:
+        """What a runtime calls for decode: the graph runner, or the eager one."""
+        return self.eager_runner if self.decode.runner is None else self.decode.runner
+
+
+def capture_cuda_graphs(
+    *, model_runner: ModelRunner, capture_decode_cuda_graph: bool = True
+) -> CudaGraphsCapture:
+    """Set up every runner of *model_runner* and capture its graphs, in a fixed order.
+
+    Platform, shared output, eager runner, prefill, decode, forward hooks, symmetric
+    memory, canary. With *capture_decode_cuda_graph* false (a speculative draft runner,
+    which captures its own decode graphs later) decode runs eagerly.
+
+    Raises :class:`ContractError` for an incomplete runtime, :class:`PlatformError` when
+    the device has no usable platform, :class:`CaptureError` when a capture fails under
+    ``on_failure="raise"``.
+    """
+    check_model_runner(model_runner)
+    started = time.perf_counter()
+    resolution = registry.resolve(model_runner.device.type)
+    hooks = registry.hooks_for(resolution.platform)
+    shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
+    eager_runner = hooks.create_eager_runner(resolution.platform, model_runner) or EagerRunner(
+        resolution.platform, model_runner
+    )
+    context = eager_runner.context
+    context.hooks, context.shared_output = hooks, shared_output
+    eager_runner.warm_up()
+    prefill_runner = capture_prefill_graph(model_runner=model_runner, eager_runner=eager_runner)
+    if capture_decode_cuda_graph:
+        decode = capture_decode_graph(model_runner=model_runner, eager_runner=eager_runner)
+    else:
+        context.skip(Phase.DECODE, Reason.DRAFT_RUNNER, "the draft runner captures its own decode graphs")
+        decode = DecodeGraphCapture(runner=eager_runner, graph_mem_usage=0)
+    context.forward_hooks.register()
+    _preallocate_symmetric_memory(context)
+    if model_runner.canary_manager is not None and not model_runner.is_draft_worker:
+        model_runner.canary_manager.mark_init_finished()
+    report = CaptureReport(
+        platform=resolution.platform.name,
+        device=str(model_runner.device),
+        chosen_because=resolution.because,
+        shapes=tuple(context.shapes),
+        skipped=tuple(context.skipped),
+        seconds=time.perf_counter() - started,
+        static_buffer_bytes=context.arena.nbytes,
+        output_buffer_bytes=context.shared_output.nbytes,
+    )
+    return CudaGraphsCapture(
+        eager_runner=eager_runner, prefill_runner=prefill_runner, decode=decode, report=report
+    )
+
+
+def capture_prefill_graph(*, model_runner: ModelRunner, eager_runner: EagerRunner) -> BaseRunner:
+    """Capture prefill graphs; returns *eager_runner* when prefill has none.
+
+    Raises as :func:`capture_cuda_graphs`.
+    """
+    context = eager_runner.context
+    refusal = _refusal(context, Phase.PREFILL)
+    if refusal is not None:
+        context.skip(Phase.PREFILL, *refusal)
+        return eager_runner
+    runner = None
+    if context.hooks is not None:
+        runner = context.hooks.create_prefill_runner(context.platform, model_runner, eager_runner)
+    runner = runner or PrefillGraphRunner(context.platform, model_runner, eager_runner)
+    runner.capture()
+    return runner
+
+
+def capture_decode_graph(*, model_runner: ModelRunner, eager_runner: EagerRunner) -> DecodeGraphCapture:
+    """Capture decode graphs, or say in the report why there are none.
+
+    In-tree device types capture when their platform can. Any other captures only if
+    its platform is out of tree and supports graphs. Raises as :func:`capture_cuda_graphs`.
+    """
+    context = eager_runner.context
+    refusal = _refusal(context, Phase.DECODE)
+    if refusal is not None:
+        context.skip(Phase.DECODE, *refusal)
+        return DecodeGraphCapture(runner=None, graph_mem_usage=0)
+    before = _used_gib(context)
+    runner = None
+    if context.hooks is not None:
+        runner = context.hooks.create_decode_runner(context.platform, model_runner, eager_runner)
+    runner = runner or DecodeGraphRunner(context.platform, model_runner, eager_runner)
+    runner.capture()
+    return DecodeGraphCapture(runner=runner, graph_mem_usage=_used_gib(context) - before)
+
+
+def _refusal(context: RunnerContext, phase: Phase) -> tuple[Reason, str] | None:
+    """Why *phase* gets no graphs, or ``None``; raises where the settings demand them."""
+    config, platform = context.model_runner.graph_config, context.platform
+    if not config.phase(phase).ladder(phase):
+        return Reason.PHASE_DISABLED, "disabled by the settings"
+    supported = context.hooks.supports_cuda_graph(platform, phase) if context.hooks else None
+    if supported is None:
+        supported = platform.support_cuda_graph()
+    if supported and not platform.capabilities.graph_capture:
+        raise PluginError(
+            "graphs are said to be supported, but the capability graph_capture is not declared",
+            platform=platform.name,
+            phase=phase,
+        )
+    if supported and (platform.device_type in IN_TREE_DEVICE_TYPES or platform.is_out_of_tree()):
+        return None
+    detail = (
+        f"platform {platform.name!r} does not support {phase} graphs"
+        if not supported
+        else f"device type {platform.device_type!r} is not in tree and its platform is not out of tree"
+    )
+    if config.on_unsupported == "raise":
+        raise PlatformError(detail, platform=platform.name, phase=phase, hint='Set on_unsupported="eager"')
+    return Reason.UNSUPPORTED, detail
+
+
+def _used_gib(context: RunnerContext) -> float:
+    """GiB in use on the device, by the driver where it can be trusted, else by the graphs' own count."""
+    platform = context.platform
+    info = platform.memory_info(context.device) if platform.capabilities.trusted_free_memory else None
+    if info is not None:
+        return (info.total - info.free) / 2**30
+    return sum(shape.bytes or 0 for shape in context.shapes) / 2**30
+
+
+def _preallocate_symmetric_memory(context: RunnerContext) -> None:
+    runner = context.model_runner
+    if not runner.enable_symm_mem or runner.is_draft_worker:
+        return
+    context.symmetric_memory = context.platform.preallocate_symmetric_memory(
+        device=runner.device, stream=runner.forward_stream, group=runner.process_group
+    )

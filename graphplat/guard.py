@@ -1,0 +1,62 @@
+"""What must hold while a graph is recorded: one capture at a time, no garbage collection."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+CAPTURE_LOCK = threading.RLock()
+"""Held during a capture: device runtimes allow one capture at a time in a process."""
+
+
+@contextlib.contextmanager
+def garbage_collection_held() -> Iterator[None]:
+    """Collect once, then keep automatic collection off; the former state is restored exactly.
+
+    Cyclic garbage may own an old graph, whose finalizer calls the driver in the
+    middle of a recording and so invalidates it.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def compiled_frames() -> int:
+    """How many frames torch's compiler has translated so far; 0 if it was never loaded."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0
+    from torch._dynamo.utils import counters  # no public counter of compilations exists
+
+    return int(counters["frames"]["total"])
+
+
+def user_frame(error: BaseException) -> str | None:
+    """``file:line in function`` of the innermost frame outside torch and graphplat, if any."""
+    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith(skipped):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether *error* or anything it was raised from is a device's out-of-memory error."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

@@ -1,0 +1,150 @@
+"""Capturing a runner's shapes: what to record, in which order, and what a failure does."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import attrs
+
+from graphplat import buckets as ladders
+from graphplat import guard
+from graphplat.errors import CaptureError
+from graphplat.hookspecs import CaptureProgress
+from graphplat.report import Reason, ShapeReport
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphplat.batch import ForwardBatch
+    from graphplat.keys import ShapeKey
+    from graphplat.runners.graph import GraphRunner
+
+
+@attrs.frozen
+class CapturePlan:
+    """The shapes of one runner, largest first."""
+
+    keys: list[ShapeKey]
+
+    @classmethod
+    def make(cls, runner: GraphRunner) -> CapturePlan:
+        """Plan every bucket and family, thinned where the number of graphs is limited."""
+        families = list(runner.families())
+        ladder = _limited(runner, len(families))
+        keys = [
+            runner.eager_runner.make_key(runner.phase, size, variant, present, host)
+            for size in reversed(ladder)
+            for variant, present, host in families
+        ]
+        return cls(keys)
+
+
+def _limited(runner: GraphRunner, families: int) -> tuple[int, ...]:
+    """The ladder that fits the graph limits of platform and settings; drops are reported."""
+    ladder = runner.ladder
+    limits = []
+    if runner.config.max_graphs is not None and runner.config.capture == "startup":
+        limits.append(runner.config.max_graphs)
+    device_limit = runner.platform.capabilities.max_graphs
+    if device_limit is not None:
+        limits.append((device_limit - runner.context.live_graphs) // runner.backend.graphs_per_shape())
+    if not limits:
+        return ladder
+    kept = ladders.thin(ladder, min(limits) // families)
+    dropped = [size for size in ladder if size not in kept]
+    if dropped:
+        runner.context.skip(
+            runner.phase,
+            Reason.GRAPH_LIMIT,
+            f"at most {min(limits)} graphs for {families} families: buckets {dropped} were dropped",
+        )
+    return kept
+
+
+def capture_shapes(runner: GraphRunner, keys: list[ShapeKey]) -> None:
+    """Record *keys* in order, inside one session with the plugins' participants."""
+    context = runner.context
+    for key in keys:
+        runner.eager_runner.row_axes(key)  # small eager runs; not possible inside a recording
+    with contextlib.ExitStack() as stack:
+        if context.hooks is not None:
+            for participant in context.hooks.capture_participants(
+                context.platform, context.model_runner, runner.phase
+            ):
+                stack.enter_context(participant)
+        stack.enter_context(context.forward_hooks.suspended())
+        stack.enter_context(runner.backend.capture_session())
+        _report(runner, "start", len(keys), 0)
+        for done, key in enumerate(keys):
+            _capture_key(runner, key, len(keys), done)
+        _report(runner, "end", len(keys), len(keys))
+
+
+def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> None:
+    from graphplat.runners.graph import Entry
+
+    spent = sum(shape.bytes or 0 for shape in runner.backend.captured.values())
+    budget = runner.config.memory_budget_gb
+    if budget is not None and spent >= budget * 2**30:
+        _miss(runner, key, Reason.MEMORY_BUDGET, f"{spent} bytes spent of {budget} GiB")
+        return
+    inputs = runner.bind(key)
+    batch = runner.context.dummy_batch(key, inputs.views())
+    before = batch.tensors()
+    runner.model_runner.prepare_capture_batch(batch)
+    installed = installed_tensors(before, batch)
+    try:
+        captured = runner.backend.capture_one(
+            key,
+            lambda: runner.model_runner.forward(batch),
+            capture_inputs=installed or None,
+            post_warmup_hook=runner.model_runner.post_warmup,
+        )
+    except CaptureError as error:
+        _handle_failure(runner, key, error, total, done)
+        return
+    runner.entries[key] = Entry(key, inputs, captured.output)
+    runner.missing.pop(key, None)
+    report = ShapeReport(
+        key=key,
+        backend=runner.backend.name,
+        seconds=captured.seconds,
+        warmup_seconds=captured.warmup_seconds,
+        bytes=captured.bytes,
+        retained_bytes=captured.retained_bytes,
+        warmups=captured.warmups,
+        segments=captured.segments,
+        note=captured.note,
+    )
+    runner.context.shapes.append(report)
+    _report(runner, "captured", total, done + 1, key=key, seconds=captured.seconds)
+
+
+def _handle_failure(runner: GraphRunner, key: ShapeKey, error: CaptureError, total: int, done: int) -> None:
+    if guard.is_out_of_memory(error):
+        _miss(runner, key, Reason.OUT_OF_MEMORY, str(error))
+    elif runner.config.on_failure == "raise":
+        raise error
+    else:
+        _miss(runner, key, Reason.CAPTURE_FAILED, str(error))
+    _report(runner, "skipped", total, done + 1, key=key, detail=str(error))
+
+
+def _miss(runner: GraphRunner, key: ShapeKey, reason: Reason, detail: str) -> None:
+    runner.missing[key] = (reason, detail)
+    runner.context.skip(runner.phase, reason, detail, key)
+
+
+def installed_tensors(before: dict[str, torch.Tensor], batch: ForwardBatch) -> dict[str, torch.Tensor]:
+    """The tensors that ``prepare_capture_batch`` put on *batch*, by path."""
+    known = {id(tensor) for tensor in before.values()}
+    return {path: tensor for path, tensor in batch.tensors().items() if id(tensor) not in known}
+
+
+def _report(runner: GraphRunner, kind: str, total: int, done: int, **more: object) -> None:
+    hooks = runner.context.hooks
+    if hooks is not None:
+        hooks.capture_progress(
+            CaptureProgress(kind=kind, phase=runner.phase, total=total, done=done, **more)  # type: ignore[arg-type]
+        )

@@ -1,0 +1,154 @@
+"""What all runners of one model runner share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from graphplat.batch import ForwardBatch, Phase
+from graphplat.buffers import StaticArena
+from graphplat.inputs import InputSpec
+from graphplat.outputs import GraphSharedOutput, RowAxis
+from graphplat.peers import PeerAgreement
+from graphplat.report import Reason, ShapeReport, SkipReport
+from graphplat.weights import WeightWatch
+
+if TYPE_CHECKING:
+    from graphplat.backends.base import CaptureBackend
+    from graphplat.keys import ShapeKey
+    from graphplat.model_runner import ModelRunner
+    from graphplat.platform import Platform
+    from graphplat.registry import PlatformHooks
+    from graphplat.runners.graph import GraphRunner
+
+
+@attrs.define(eq=False)
+class ForwardHooks:
+    """The runtime's forward hooks, which can be taken off while a graph is recorded."""
+
+    model_runner: ModelRunner
+    _handles: list[Any] = attrs.field(factory=list)
+    registered: bool = False
+
+    def register(self) -> None:
+        """Put every hook on; names no module, or none: ``AttributeError`` from torch, nothing is on."""
+        model = self.model_runner.model
+        found = [(model.get_submodule(name), hook) for name, hook in self.model_runner.forward_hooks]
+        self._handles = [module.register_forward_hook(hook) for module, hook in found]
+        self.registered = True
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Keep the hooks off, so that none is traced into a graph."""
+        if not self.registered:
+            yield
+            return
+        for handle in self._handles:
+            handle.remove()
+        try:
+            yield
+        finally:
+            self.register()
+
+
+@attrs.define(eq=False)
+class RunnerContext:
+    """Made by the eager runner, then shared: platform, memory, stream, pool, report."""
+
+    platform: Platform
+    model_runner: ModelRunner
+    arena: StaticArena
+    watch: WeightWatch
+    forward_hooks: ForwardHooks
+    shared_output: GraphSharedOutput
+    hooks: PlatformHooks | None = None
+    peers: PeerAgreement | None = None
+    shapes: list[ShapeReport] = attrs.field(factory=list)
+    skipped: list[SkipReport] = attrs.field(factory=list)
+    axes: dict[Any, dict[str, RowAxis]] = attrs.field(factory=dict)
+    backends: list[CaptureBackend] = attrs.field(factory=list)
+    graph_runners: list[GraphRunner] = attrs.field(factory=list)
+    symmetric_memory: Any = None
+    _specs: dict[Phase, InputSpec] = attrs.field(factory=dict)
+    _stream: Any = None
+    _pool: Any = None
+
+    @classmethod
+    def create(cls, platform: Platform, model_runner: ModelRunner) -> RunnerContext:
+        """An empty context; touches no device."""
+        group = model_runner.process_group
+        return cls(
+            platform,
+            model_runner,
+            StaticArena(platform, model_runner.device),
+            WeightWatch(model_runner.model, model_runner.extra_tensors),
+            ForwardHooks(model_runner),
+            GraphSharedOutput.create_for_model_runner(model_runner),
+            peers=None if group is None else PeerAgreement(group),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model runner."""
+        return self.model_runner.device
+
+    @property
+    def stream(self) -> Any:
+        """The one stream that everything is captured on; made when first needed."""
+        if self._stream is None:
+            self._stream = self.platform.new_stream(self.device)
+        return self._stream
+
+    @property
+    def pool(self) -> Any:
+        """The one pool of all graphs, or ``None`` where graphs cannot share."""
+        if self._pool is None and self.platform.capabilities.shared_pool:
+            self._pool = self.platform.graph_pool()
+        return self._pool
+
+    @property
+    def live_graphs(self) -> int:
+        """Device graphs that all runners hold now."""
+        return sum(backend.live_graphs for backend in self.backends)
+
+    def release_memory(self) -> None:
+        """Let go of the pool and the shared outputs once no graph is left."""
+        if self.live_graphs:
+            return
+        self.shared_output.release()
+        if self._pool is not None:
+            self.platform.release_pool(self._pool)
+            self._pool = None
+
+    def spec(self, phase: Phase) -> InputSpec:
+        """The input spec of *phase*, asked for once."""
+        if phase not in self._specs:
+            self._specs[phase] = self.model_runner.input_spec(phase)
+        return self._specs[phase]
+
+    def dummy_batch(self, key: ShapeKey, tensors: dict[str, torch.Tensor]) -> ForwardBatch:
+        """A batch of *key*'s size on *tensors*, with host values at their worst case."""
+        spec = self.spec(key.phase)
+        leaves: dict[str, Any] = dict(tensors)
+        host = dict(key.host)
+        for path, rule in spec.hosts.items():
+            if rule.update:
+                leaves[path] = [rule.fill] * rule.rows(key.requests, key.tokens)
+            else:
+                leaves[path] = host[path]
+        batch = ForwardBatch(
+            phase=key.phase,
+            num_requests=key.requests,
+            num_tokens=key.tokens,
+            inputs=spec.build(leaves),
+            variant=key.variant,
+        )
+        return batch
+
+    def skip(self, phase: Phase, reason: Reason, detail: str, key: ShapeKey | None = None) -> None:
+        """Note something that was asked for and has no graph."""
+        self.skipped.append(SkipReport(phase=phase, reason=reason, detail=detail, key=key))

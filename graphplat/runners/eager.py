@@ -1,0 +1,166 @@
+"""The eager runner: runs anything, warms kernels up, owns what graph runners share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphplat import tree
+from graphplat.batch import ForwardBatch, Phase
+from graphplat.buffers import bind_inputs, layout_bytes
+from graphplat.keys import ShapeKey
+from graphplat.outputs import RowAxis, infer_row_axes
+from graphplat.report import Decision, Reason, RunnerStats
+from graphplat.runners.base import BaseRunner, BatchChecker
+from graphplat.runners.context import RunnerContext
+
+if TYPE_CHECKING:
+    from graphplat.model_runner import ModelRunner
+    from graphplat.platform import Platform
+
+
+class EagerRunner(BaseRunner):
+    """Runs the model's own forward. Every fallback ends here."""
+
+    def __init__(self, platform: Platform, model_runner: ModelRunner) -> None:
+        self.context = RunnerContext.create(platform, model_runner)
+        self.stats = RunnerStats()
+        self._checkers: dict[Phase, BatchChecker] = {}
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """No size has a graph here."""
+        return ()
+
+    def explain(self, batch: ForwardBatch) -> Decision:
+        """Always eager."""
+        self.checker(batch.phase).check(batch)
+        return Decision(reason=Reason.PHASE_DISABLED, detail="this is the eager runner")
+
+    def execute(self, batch: ForwardBatch) -> Any:
+        """Check *batch* and run the model's forward."""
+        checked = self.checker(batch.phase).check(batch)
+        return self.run(batch, checked.leaves, Reason.PHASE_DISABLED)
+
+    def run(self, batch: ForwardBatch, leaves: dict[str, Any], reason: Reason) -> Any:
+        """Run a checked *batch* eagerly and count *reason*."""
+        self.stats.eager[reason] += 1
+        device = self.context.device
+        if device.type != "cpu" and any(
+            isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" for leaf in leaves.values()
+        ):
+            batch = _moved(batch, device)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.context.model_runner.forward(batch)
+        return self.context.model_runner.forward(batch)
+
+    def checker(self, phase: Phase) -> BatchChecker:
+        """What checks batches of *phase*."""
+        if phase not in self._checkers:
+            runner = self.context.model_runner
+            self._checkers[phase] = BatchChecker(
+                phase, self.context.spec(phase), runner.device, runner.tokens_per_request
+            )
+        return self._checkers[phase]
+
+    def warm_up(self) -> None:
+        """Reserve the largest static buffers and run the largest batch of each captured phase once."""
+        keys = [key for phase in Phase if (key := self.largest_key(phase)) is not None]
+        if keys:
+            self.context.arena.reserve(
+                max(layout_bytes(self.context.spec(key.phase), key) for key in keys)
+            )
+        for key in keys:
+            self._run_dummy(key)
+
+    def largest_key(self, phase: Phase) -> ShapeKey | None:
+        """The key of the largest bucket of *phase* with every optional input, or ``None``."""
+        settings = self.context.model_runner.graph_config.phase(phase)
+        ladder = settings.ladder(phase)
+        if not ladder:
+            return None
+        spec = self.context.spec(phase)
+        return self.make_key(phase, ladder[-1], None, spec.presence_sets()[0], _first_host(spec))
+
+    def make_key(
+        self,
+        phase: Phase,
+        size: int,
+        variant: str | None,
+        present: frozenset[str],
+        host: tuple[tuple[str, Any], ...],
+        *,
+        requests: int | None = None,
+    ) -> ShapeKey:
+        """The key of bucket *size*; prefill rows of requests follow ``max_requests``."""
+        runner, spec = self.context.model_runner, self.context.spec(phase)
+        per = runner.tokens_per_request if phase is Phase.DECODE else 1
+        if requests is None:
+            requests = size if phase is Phase.DECODE else min(runner.graph_config.prefill.max_requests, size)
+        return ShapeKey(
+            phase=phase,
+            size=size,
+            requests=requests,
+            tokens=size * per,
+            tokens_per_request=per,
+            variant=variant,
+            present=tuple(sorted(present)),
+            host=host,
+            dtypes=tuple((path, str(t.dtype).removeprefix("torch.")) for path, t in spec.tensors.items()),
+        )
+
+    def row_axes(self, key: ShapeKey) -> dict[str, RowAxis]:
+        """The row axes of the outputs of *key*'s family, found once by a few small eager runs."""
+        family = (key.phase, key.variant, key.present, key.host)
+        if family not in self.context.axes:
+            runs = []
+            for requests, size in self._probe_sizes(key):
+                probe = self.make_key(
+                    key.phase, size, key.variant, frozenset(key.present), key.host, requests=requests
+                )
+                runs.append(((probe.requests, probe.tokens), self._run_dummy(probe)))
+            self.context.axes[family] = infer_row_axes(runs)
+        return self.context.axes[family]
+
+    def _probe_sizes(self, key: ShapeKey) -> list[tuple[int, int]]:
+        """Sizes that tell requests, tokens and features apart, within what the runtime holds."""
+        if key.phase is Phase.DECODE:
+            most = min(3, key.size)
+            return [(most, most), (max(1, most - 1), max(1, most - 1))]
+        if key.size >= 7 and key.requests >= 3:
+            return [(3, 7), (2, 5)]
+        few = min(2, key.requests, key.size)
+        return [(few, key.size), (1, max(1, key.size - 1)), (1, key.size)]
+
+    def _run_dummy(self, key: ShapeKey) -> Any:
+        context = self.context
+        bound = bind_inputs(context.spec(key.phase), key, context.arena)
+        batch = context.dummy_batch(key, bound.views())
+        context.model_runner.prepare_capture_batch(batch)
+        with torch.no_grad(), context.forward_hooks.suspended():
+            output = context.model_runner.forward(batch)
+        context.model_runner.post_warmup()
+        return output
+
+
+def _first_host(spec: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((path, rule.capture_values[0]) for path, rule in spec.hosts.items() if not rule.update)
+
+
+def _moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+    """*batch* with every host tensor on *device*; the caller's batch is left alone."""
+    moved: dict[str, Any] = tree.map_leaves(
+        lambda _, leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch.inputs
+    )
+    return ForwardBatch(
+        phase=batch.phase,
+        num_requests=batch.num_requests,
+        num_tokens=batch.num_tokens,
+        inputs=moved,
+        variant=batch.variant,
+        global_num_tokens_gpu=batch.global_num_tokens_gpu,
+        global_dp_buffer_len=batch.global_dp_buffer_len,
+        capture_only=batch.capture_only,
+    )

@@ -1,0 +1,195 @@
+"""One implementation for every device whose graphs record a stream.
+
+Such devices differ in class and keyword names and in a few abilities. A plugin
+states those as data (:class:`StreamGraphApi`) and overrides what is truly its own.
+Everything is reached through the device's torch module, looked up when used, so
+that importing a plugin imports no vendor package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, cast
+
+import msgspec
+import torch
+
+from graphplat.errors import PlatformError
+from graphplat.platform import DeviceGraph, MemoryInfo, Platform
+
+
+class StreamGraphApi(msgspec.Struct, frozen=True, kw_only=True):
+    """Names and keywords of a device's graph API."""
+
+    module: str
+    """``torch.<module>`` holds streams, events and graphs."""
+    graph_class: str
+    begin_keywords: dict[str, Any] = {}
+    """Passed to ``capture_begin`` beside ``pool``."""
+    context: str | None = None
+    """Record inside this context manager of the module instead of by ``capture_begin``."""
+    context_keywords: dict[str, Any] = {}
+    """Passed to the context manager beside ``pool`` and ``stream``."""
+    package: str | None = None
+    """Import this to make the module appear."""
+
+
+class StreamGraphPlatform(Platform, abstract=True):
+    """A platform whose graphs record the work of one stream."""
+
+    api: ClassVar[StreamGraphApi]
+
+    def __init__(self) -> None:
+        self._contexts: dict[int, Any] = {}
+
+    @property
+    def _module(self) -> Any:
+        module = getattr(torch, self.api.module, None)
+        if module is None and self.api.package is not None:
+            importlib.import_module(self.api.package)
+            module = getattr(torch, self.api.module, None)
+        if module is None:
+            raise PlatformError(f"torch.{self.api.module} does not exist", platform=self.name)
+        return module
+
+    def _optional(self, name: str, *args: Any, **keywords: Any) -> Any:
+        """Call a member that some releases lack; ``None`` where it does."""
+        function = getattr(self._module, name, None)
+        return None if function is None else function(*args, **keywords)
+
+    # Streams and events
+
+    def current_stream(self, device: torch.device) -> Any:
+        """The calling thread's current stream."""
+        return self._module.current_stream(device)
+
+    def new_stream(self, device: torch.device) -> Any:
+        """A stream from the device's pool, never the default one."""
+        return self._module.Stream(device=device)
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make *stream* current and restore the former one."""
+        return cast(AbstractContextManager[Any], self._module.stream(stream))
+
+    def wait_stream(self, waiting: Any, awaited: Any) -> None:
+        """Order *waiting* after *awaited* on the device."""
+        waiting.wait_stream(awaited)
+
+    def record_event(self, stream: Any) -> Any:
+        """An event recorded on *stream*."""
+        return stream.record_event()
+
+    def synchronize_event(self, event: Any) -> None:
+        """Wait for *event* on the host."""
+        event.synchronize()
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for the device, or for its current stream where only that is safe."""
+        if self.capabilities.device_synchronize:
+            self._module.synchronize(device)
+        else:
+            self.current_stream(device).synchronize()
+
+    def synchronize_stream(self, stream: Any) -> None:
+        """Wait for *stream* on the host."""
+        stream.synchronize()
+
+    # Memory
+
+    def memory_info(self, device: torch.device) -> MemoryInfo | None:
+        """Free and total bytes as the driver sees them."""
+        found = self._optional("mem_get_info", device)
+        return None if found is None else MemoryInfo(*found)
+
+    def allocated_bytes(self, device: torch.device) -> int | None:
+        """Bytes in live tensors."""
+        return self._counter("allocated_bytes", device)
+
+    def reserved_bytes(self, device: torch.device) -> int | None:
+        """Bytes held by torch's allocator."""
+        return self._counter("reserved_bytes", device)
+
+    def _counter(self, name: str, device: torch.device) -> int | None:
+        if not self.capabilities.memory_counters:
+            return None
+        # The flat memory_stats() formats some 200 entries; the nested one does not.
+        nested = self._optional("memory_stats_as_nested_dict", device)
+        if nested is not None:
+            return int(nested[name]["all"]["current"])
+        flat = self._optional("memory_stats", device) or {}
+        return flat.get(f"{name}.all.current")
+
+    def rng_state(self, device: torch.device) -> torch.Tensor | None:
+        """The state of the default generator."""
+        return cast("torch.Tensor | None", self._optional("get_rng_state", device))
+
+    def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Put the state of the default generator back."""
+        self._optional("set_rng_state", state, device)
+
+    def empty_cache(self) -> None:
+        """Return unused blocks to the device."""
+        self._optional("empty_cache")
+
+    # Graphs
+
+    def graph_pool(self) -> Any:
+        """A pool handle that graphs share."""
+        return self._module.graph_pool_handle()
+
+    def create_graph(self) -> DeviceGraph:
+        """A new graph of the device's own class."""
+        return cast(DeviceGraph, getattr(self._module, self.api.graph_class)())
+
+    def capture_begin(self, graph: Any, *, pool: Any, stream: Any) -> None:
+        """Record from here on, by the device's verb or its context manager."""
+        if self.api.context is None:
+            graph.capture_begin(**self._supported(graph.capture_begin, {"pool": pool} | self.api.begin_keywords))
+            return
+        factory = getattr(self._module, self.api.context)
+        keywords = self._supported(factory, {"pool": pool, "stream": stream} | self.api.context_keywords)
+        context = factory(graph, **keywords)
+        context.__enter__()
+        self._contexts[id(graph)] = context
+
+    def capture_end(self, graph: Any) -> None:
+        """Finish the recording."""
+        context = self._contexts.pop(id(graph), None)
+        if context is None:
+            graph.capture_end()
+        else:
+            context.__exit__(None, None, None)
+
+    def abort_capture(self, graph: Any, *, pool: Any, stream: Any) -> None:
+        """Take the stream out of capture, give the pool back, and destroy the graph."""
+        try:
+            if id(graph) in self._contexts or self.is_capturing():
+                self.capture_end(graph)
+        except Exception as error:  # noqa: BLE001 - an invalidated capture always ends with an error
+            self._after_invalid_end(graph, pool, stream, error)
+        graph.reset()
+
+    def _after_invalid_end(self, graph: Any, pool: Any, stream: Any, error: Exception) -> None:
+        """Undo what a failed ``capture_end`` skipped; nothing by default."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        return bool(self._module.is_current_stream_capturing())
+
+    def register_generator(self, graph: Any, generator: torch.Generator) -> None:
+        """Hand *generator* to the graph before it is captured."""
+        if not self.capabilities.generators_in_capture:
+            super().register_generator(graph, generator)
+        graph.register_generator_state(generator)
+
+    def _supported(self, function: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+        """*keywords* that *function* takes; releases differ, and a built-in hides its signature."""
+        try:
+            parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError):
+            return keywords
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return keywords
+        return {name: value for name, value in keywords.items() if name in parameters}
