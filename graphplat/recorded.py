@@ -1,13 +1,18 @@
 """A device graph for plain CPU tensors: it records operators and replays them into the same memory.
 
-The verbs and rules are those of a stream graph. A capture runs the forward once; every operator that does work is
-recorded with the memory it read and wrote. A replay runs these operators again on that memory and none of the
-model's Python. So inputs are read anew at their old addresses, results appear at their old addresses, a host
-decision stays as it was at capture, and reading a tensor on the host during capture is an error.
+The verbs and rules are those of a stream graph. A capture runs the forward once; every operator that does
+work is recorded with the memory it read and wrote. A replay runs these operators again on that memory and
+none of the model's Python. So inputs are read anew at their old addresses, results appear at their old
+addresses, a host decision stays as it was at capture, and reading a tensor on the host during capture is an
+error.
 
-Limits, which no dispatcher-level recorder can lift: a kernel that takes raw pointers (``data_ptr``, DLPack,
-``ctypes``) is invisible and is not replayed; with grad mode on, ``tolist`` and ``numpy`` are invisible too. A function under ``torch.compile`` runs
-eagerly while it is captured, since dynamo skips frames under a dispatch mode; with ``fullgraph=True`` it raises.
+Limits that a recorder of operators cannot lift:
+
+- a kernel that takes raw pointers (``data_ptr``, DLPack, ``ctypes``) is invisible and is not replayed;
+- with grad mode on, ``tolist`` and ``numpy`` are invisible;
+- a function under ``torch.compile`` runs eagerly while it is captured, since dynamo skips frames under a
+  dispatch mode; with ``fullgraph=True`` it raises. Dynamo remembers a skip: a function that first runs inside
+  a capture stays eager afterwards, so warm it up before.
 """
 
 from __future__ import annotations
@@ -41,10 +46,11 @@ def is_recording() -> bool:
 class RecordedGraph:
     """A graph of CPU operators.
 
-    Capture it once, then replay it as often as needed; ``reset()`` frees it for another capture. From capture to
-    reset the graph holds every storage it reads or writes: inputs, weights, caches and outputs. Replay works inside
-    and outside ``torch.inference_mode()``, whatever mode the capture ran in. Random operators draw fresh numbers at
-    each replay. One graph must not be replayed by two threads at once, nor two graphs of one pool.
+    Capture it once, then replay it as often as needed; ``reset()`` frees it for another capture. From
+    capture to reset the graph holds every storage it reads or writes: inputs, weights, caches and outputs.
+    Replay works inside and outside ``torch.inference_mode()``, whatever mode the capture ran in. Random
+    operators draw fresh numbers at each replay. A collective is started and waited for at its place. One
+    graph must not be replayed by two threads at once, nor two graphs of one pool.
     """
 
     def __init__(self) -> None:
@@ -72,9 +78,9 @@ class RecordedGraph:
     def capture_end(self) -> None:
         """End the capture and make the graph ready to replay.
 
-        A tensor made during the capture and still held by anyone now is an output: it keeps its memory, and each
-        replay writes it. No capture is active afterwards, also if this raises. Raises CaptureError if this thread
-        has not begun a capture of this graph, HostReadError or CaptureError if the forward swallowed one.
+        A tensor made during the capture and still held by anyone now is an output: it keeps its memory, and
+        each replay writes it. No capture is active afterwards, also if this raises. Raises CaptureError if
+        this thread has not begun a capture of this graph, and again what the forward swallowed, chained.
         """
         recorder, pool = self._recorder, self._pool
         if _capturing.graph is not self or recorder is None or pool is None:
@@ -83,7 +89,7 @@ class RecordedGraph:
         self._recording = recorder.finish(pool)
 
     def abort(self) -> None:
-        """End a capture and forget what it recorded; nothing happens if this thread is not capturing this graph."""
+        """End a capture and forget what it recorded; no effect unless this thread is capturing this graph."""
         if _capturing.graph is not self:
             return
         _capturing.graph = None
@@ -94,8 +100,8 @@ class RecordedGraph:
     def replay(self) -> None:
         """Run the recorded operators again.
 
-        Raises ReplayError if nothing is captured, if this thread is capturing, or if an operator fails, naming it
-        and chained to its error; outputs then hold a mixture of old and new values.
+        Raises ReplayError if nothing is captured, if this thread is capturing, or if an operator fails: it
+        names the operator and is chained to its error, and the outputs then mix old and new values.
         """
         recording = self._captured(ReplayError)
         if is_recording():
@@ -115,7 +121,10 @@ class RecordedGraph:
         self._recording = None
 
     def pool(self) -> RecordedPool:
-        """Return the pool of this graph's intermediates, to capture others with. Raises CaptureError before capture."""
+        """Return the pool of this graph's intermediates, to capture other graphs with.
+
+        Raises CaptureError before a successful capture.
+        """
         return self._captured(CaptureError).pool
 
     @property
@@ -137,10 +146,10 @@ class RecordedGraph:
 
 
 def _composites_arrive_whole() -> contextlib.AbstractContextManager[object]:
-    """Skip autograd's layer in this thread, as inference mode does, so that the recorder sees composite operators.
+    """Skip autograd's layer in this thread, as inference mode does, so that composite operators arrive whole.
 
-    ``tolist`` and ``numpy`` show only as composites. Torch has no public name for it; without it they go unseen
-    under ``no_grad``, as the module says for grad mode.
+    ``tolist`` and ``numpy`` show only as composites. Torch has no public name for this; without it they go
+    unseen under ``no_grad``, as they do in grad mode.
     """
     guard = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
     return guard() if guard is not None else contextlib.nullcontext()

@@ -11,8 +11,8 @@ from attrs import define, field, frozen
 from torch._ops import OpOverload
 
 from graphplat.errors import ReplayError
-from graphplat.recorded_memory import Arena, RecordedPool, Slot, TensorRef, plan
-from graphplat.recorded_ops import OutVariant, mapped, tensors_in
+from graphplat.recorded_memory import Arena, RecordedPool, Slot, TensorRef, empty_storage, plan
+from graphplat.recorded_ops import OutVariant, is_collective, mapped, tensors_in
 
 _copy = torch.ops.aten.copy_.default
 _COPIES = frozenset({"aten::clone", "aten::_to_copy"})
@@ -53,7 +53,7 @@ def bind(calls: Sequence[Call], slots: Iterable[Slot], pool: RecordedPool) -> Re
     nbytes = plan(planned)
     arena = pool.reserve(nbytes)
     for slot in planned:
-        slot.storage = arena.cut(slot.offset, slot.nbytes) if arena else torch.UntypedStorage(0)
+        slot.storage = arena.cut(slot.offset, slot.nbytes) if arena else empty_storage()
     with torch.inference_mode():
         bound = _Binder().bind_all(calls)
     return Recording(
@@ -80,7 +80,7 @@ class _Binder:
         return [
             (str(call.func), self._bind(index, call))
             for index, call in enumerate(calls)
-            if call.literal is None or call.literal.written
+            if call.literal is None or not call.literal.frozen
         ]
 
     def _bind(self, index: int, call: Call) -> Callable[[], object]:
@@ -94,7 +94,9 @@ class _Binder:
         if call.variant is not None:
             out_kwargs = call.variant.kwargs(kwargs, list(outputs.values()))
             return functools.partial(_callable(call.variant.overload), *args, **out_kwargs)
-        run = functools.partial(_callable(call.func), *args, **kwargs)
+        run: Callable[[], object] = functools.partial(_callable(call.func), *args, **kwargs)
+        if is_collective(call.func):
+            run = functools.partial(_run_and_wait, run)
         needed = {place: outputs[place] for place, ref in call.outputs.items() if _is_read(ref.slot, index)}
         return functools.partial(_run_and_copy, run, needed) if needed else run
 
@@ -107,6 +109,17 @@ def _callable(func: OpOverload) -> Callable[..., object]:
 
 def _is_read(slot: Slot, index: int) -> bool:
     return slot.offset < 0 or slot.last > index
+
+
+def _run_and_wait(run: Callable[[], object]) -> object:
+    """Run a collective to its end: nothing later in a replay would wait for it."""
+    result = run()
+    for item in result if isinstance(result, tuple) else (result,):
+        if isinstance(item, torch.ScriptObject):
+            torch.distributed.Work.unbox(item).wait()
+    for tensor in tensors_in(result):
+        torch.ops._c10d_functional.wait_tensor(tensor)
+    return result
 
 
 def _run_and_copy(run: Callable[[], object], outputs: dict[int, torch.Tensor]) -> None:

@@ -1,9 +1,9 @@
 """Memory of a recorded graph: which storages its operators touch, and where they live at replay.
 
-A storage is *external* (it existed before the capture: weights, static inputs, caches), *kept* (made during the
-capture and still held by someone at its end: outputs) or *planned* (dead at the end of the capture: intermediates).
-External and kept storages stay where they are. Planned ones get an offset in an arena, so that two of them share
-bytes when no recorded operator needs both.
+A storage is *external* (it existed before the capture: weights, static inputs, caches), *kept* (made during
+the capture and still held by someone at its end: outputs) or *planned* (dead at the end of the capture:
+intermediates). External and kept storages stay where they are. Planned ones get an offset in an arena, so
+that two of them share bytes unless some recorded operator needs both.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Slot:
     external: bool = False
     constant: torch.Tensor | None = None
     written: bool = False
+    frozen: bool = False
     first: int = -1
     last: int = -1
     offset: int = -1
@@ -50,9 +51,11 @@ class Slot:
         """Find out, at the end of a capture, whether this storage lives on; if so, hold it from now on."""
         if self.storage is None:
             # torch has no public way from a weak storage reference back to a storage.
-            self.storage = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+            revived: Any = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+            self.storage = revived
         if self.storage is None and self.constant is not None and not self.written:
             self.storage = self.constant.untyped_storage()
+            self.frozen = True
 
 
 @frozen
@@ -81,8 +84,8 @@ class TensorRef:
 class SlotTable:
     """Every storage seen during one capture, by identity.
 
-    Weak references keep the identity of a freed storage from being reused, so a new storage is never taken for an
-    old one at the same address.
+    Weak references keep the identity of a freed storage from being reused, so a new storage is never taken
+    for an old one at the same address.
     """
 
     _slots: dict[int, Slot] = field(factory=dict)
@@ -96,7 +99,7 @@ class SlotTable:
         storage = tensor.untyped_storage()
         slot = self._slots.get(storage._cdata)
         if slot is None:
-            ref = StorageWeakRef(storage)
+            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             held = storage if external else None
             slot = Slot(ref=ref, nbytes=storage.nbytes(), storage=held, external=external)
             self._slots[ref.cdata] = slot
@@ -109,7 +112,7 @@ class SlotTable:
             dtype=tensor.dtype,
             shape=tuple(tensor.shape),
             stride=tensor.stride(),
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
             conj=tensor.is_conj(),
             neg=tensor.is_neg(),
         )
@@ -117,6 +120,11 @@ class SlotTable:
     def used(self) -> list[Slot]:
         """Return the slots that some recorded call touches."""
         return [slot for slot in self._slots.values() if slot.used]
+
+
+def empty_storage() -> torch.UntypedStorage:
+    """Return a storage of no bytes."""
+    return torch.empty(0, dtype=torch.uint8).untyped_storage()
 
 
 class Arena:
@@ -131,11 +139,11 @@ class Arena:
     def cut(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         """Return a storage of *nbytes* at *offset*; it keeps the block alive by itself.
 
-        It is a storage of its own rather than a view, since some operators (``as_strided_scatter``) take offsets
-        from the start of the storage.
+        It is a storage of its own rather than a view, since some operators (``as_strided_scatter``) take
+        offsets from the start of the storage.
         """
         if nbytes == 0:
-            return torch.UntypedStorage(0)
+            return empty_storage()
         start = self._start + offset
         window = memoryview(self._buffer)[start : start + nbytes]
         return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
@@ -144,8 +152,8 @@ class Arena:
 class RecordedPool:
     """Memory shared by graphs of which only one replays at a time.
 
-    Capture the graph that needs most first: the others then fit into its arena. A graph that does not fit adds an
-    arena. An arena is freed when the last graph that uses it is reset or dropped.
+    Capture the graph that needs most first: the others then fit into its arena. A graph that does not fit
+    adds an arena. An arena is freed when the last graph that uses it is reset or dropped.
     """
 
     def __init__(self) -> None:

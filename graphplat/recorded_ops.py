@@ -1,4 +1,4 @@
-"""What the recorder has to know about single operators: host reads, composites, writes and ``out=`` variants."""
+"""What the recorder knows about single operators: host reads, composites, writes and ``out=`` variants."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from attrs import frozen
 from torch._ops import OpOverload
 
 from graphplat.errors import CaptureError, HostReadError
-
-_aten = torch.ops.aten
 
 # is_nonzero carries no tag; the others that read data do.
 _HOST_READS = frozenset({"aten::is_nonzero", "aten::item", "aten::_local_scalar_dense"})
@@ -34,6 +32,8 @@ _UNINITIALIZED = frozenset(
     }
     | {"aten::new_empty", "aten::new_empty_strided"}
 )
+_TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional"})
+_WAITS = frozenset({"_c10d_functional::wait_tensor"})
 _FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"})
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _CORE_DIR = str(Path(__file__).parent)
@@ -84,12 +84,22 @@ def host_read_error(operator: str, why: str) -> HostReadError:
     )
 
 
+@functools.cache
+def _returns_numbers(func: OpOverload) -> bool:
+    """Whether *func*, from outside torch, returns numbers: those can only come from tensor values."""
+    numbers = ("int", "float", "bool", "number")
+    returns = [str(value.type) for value in func._schema.returns]
+    return func.namespace not in _TORCH_NAMESPACES and any(
+        kind in text for text in returns for kind in numbers
+    )
+
+
 def check_host_read(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise HostReadError if *func* needs tensor values on the host: to return them or to size its output."""
     name = func._schema.name
     if name in _MASKABLE:
         _check_mask(func, args)
-    elif name in _HOST_READS or torch.Tag.data_dependent_output in func.tags:
+    elif name in _HOST_READS or torch.Tag.data_dependent_output in func.tags or _returns_numbers(func):
         raise host_read_error(str(func), "reads a tensor's value on the host")
     elif torch.Tag.dynamic_output_shape in func.tags and not _size_is_given(name, args, kwargs):
         raise host_read_error(str(func), "has an output shape that depends on tensor values")
@@ -114,7 +124,7 @@ def _check_mask(func: OpOverload, args: Sequence[Any]) -> None:
 def check_tensors(func: OpOverload, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
     """Return whether *func* worked on CPU memory at all.
 
-    Raises HostReadError for a copy between devices, and CaptureError for a tensor that is no plain strided one.
+    Raises HostReadError for a copy between devices, CaptureError for a tensor that is no plain strided one.
     """
     tensors = [*inputs, *outputs]
     devices = {tensor.device.type for tensor in tensors}
@@ -126,8 +136,8 @@ def check_tensors(func: OpOverload, inputs: list[torch.Tensor], outputs: list[to
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         if not plain or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise CaptureError(
-                f"operator {func} works on a {type(tensor).__name__} of layout {tensor.layout}, which a recorded "
-                f"graph cannot place in memory",
+                f"operator {func} works on a {type(tensor).__name__} of layout {tensor.layout}, which a "
+                "recorded graph cannot place in memory",
                 hint="Use plain strided tensors inside the captured forward",
             )
     return True
@@ -138,8 +148,9 @@ def is_composite(func: OpOverload) -> bool:
     """Whether *func* only calls other operators and has no kernel of its own for the CPU."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     implicit = torch._C.DispatchKey.CompositeImplicitAutograd
-    composite = implicit in func.py_kernels or has_kernel(func.name(), implicit)
-    return bool(composite) and not has_kernel(func.name(), torch._C.DispatchKey.CPU)
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    composite = implicit in func.py_kernels or has_kernel(name, implicit)
+    return bool(composite) and not has_kernel(name, torch._C.DispatchKey.CPU)
 
 
 @functools.cache
@@ -155,11 +166,17 @@ def is_ignored(func: OpOverload) -> bool:
 
 
 @functools.cache
+def is_collective(func: OpOverload) -> bool:
+    """Whether *func* is a collective; the schemas of these do not say which tensors they write."""
+    return func.namespace in {"c10d", "_c10d_functional"} and func._schema.name not in _WAITS
+
+
+@functools.cache
 def may_run_twice(func: OpOverload) -> bool:
     """Whether a second run of the functional *func* on the same inputs changes nothing.
 
-    Random operators advance a generator, batch norm's schema hides its running statistics, and of operators from
-    outside torch nothing is known.
+    Random operators advance a generator, batch norm's schema hides its running statistics, and of operators
+    from outside torch nothing is known.
     """
     hidden = func._schema.name == "aten::native_batch_norm"
     return func.namespace == "aten" and not hidden and torch.Tag.nondeterministic_seeded not in func.tags

@@ -16,7 +16,7 @@ from graphplat.recorded_calls import Call, Recording, bind
 from graphplat.recorded_memory import RecordedPool, SlotTable
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operators as usual and records each one that does work on CPU memory.
 
     Composite operators are taken apart first, since under ``inference_mode`` they arrive whole. The first
@@ -24,7 +24,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.failure: CaptureError | None = None
         self._slots = SlotTable()
         self._calls: list[Call] = []
@@ -72,8 +72,8 @@ class Recorder(TorchDispatchMode):
             return
         name, resolved, self._resolved = func._schema.name, self._resolved, None
         if name == "aten::resolve_conj":
-            self._resolved = StorageWeakRef(args[0].untyped_storage())
-        elif name == "aten::resolve_neg" and resolved == StorageWeakRef(args[0].untyped_storage()):
+            self._resolved = _identity(args[0])
+        elif name == "aten::resolve_neg" and resolved == _identity(args[0]):
             raise ops.host_read_error("tolist or numpy", "hands a tensor's memory to the host")
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
@@ -81,8 +81,7 @@ class Recorder(TorchDispatchMode):
         outputs = list(ops.tensors_in(result))
         if not ops.check_tensors(func, inputs, outputs):
             return
-        self._refuse_collective(func)
-        if func._schema.name == "aten::lift_fresh":
+        if func._schema.name == "aten::lift_fresh" and inputs[0].untyped_storage().resizable():
             self._record_literal(inputs[0])
         for tensor in inputs:
             self._slots.adopt(tensor, external=True)
@@ -91,22 +90,18 @@ class Recorder(TorchDispatchMode):
             self._slots.adopt(tensor, external=False)
         if ops.changes_metadata_only(func):
             return
-        written = ops.written_tensors(func, args, kwargs)
+        written = inputs if ops.is_collective(func) else ops.written_tensors(func, args, kwargs)
         works = bool(written or fresh) or not func._schema.returns
         if works:
             call = self._call(func, args, kwargs, fresh)
             call.variant = self._variant(func, args, kwargs, outputs, fresh) if not written else None
             self._append(call, inputs, [*written, *fresh.values()])
 
-    def _refuse_collective(self, func: OpOverload) -> None:
-        if func.namespace == "c10d":
-            raise CaptureError(
-                f"operator {func} starts a collective that nothing would wait for at replay",
-                hint="Use torch.distributed._functional_collectives, or run this part eagerly",
-            )
-
     def _record_literal(self, tensor: torch.Tensor) -> None:
-        """Record the values of a tensor made from Python numbers: later operators may write over them."""
+        """Record the values of a tensor made from Python numbers: later operators may write over them.
+
+        A tensor over someone else's memory, such as a NumPy array, cannot be resized; it counts as external.
+        """
         if self._slots.find(tensor) is None:
             constant = tensor.clone()
             slot = self._slots.adopt(tensor, external=False)
@@ -143,7 +138,7 @@ class Recorder(TorchDispatchMode):
         outputs: list[torch.Tensor],
         fresh: dict[int, torch.Tensor],
     ) -> ops.OutVariant | None:
-        """Return the ``out=`` variant that may stand for *func* on these arguments, tried once per signature."""
+        """Return the ``out=`` variant that may stand for *func*, tried once per signature of arguments."""
         variant = ops.out_variant(func)
         if variant is None or len(fresh) != len(variant.out_names) or len(outputs) != len(fresh):
             return None
@@ -160,6 +155,10 @@ class Recorder(TorchDispatchMode):
             kind = HostReadError if isinstance(self.failure, HostReadError) else CaptureError
             raise kind(f"the forward went on after a capture error: {self.failure.what}") from self.failure
         return bind(self._calls, self._slots.used(), pool)
+
+
+def _identity(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
