@@ -1,0 +1,1 @@
+"""Ways to test platforms and runtimes: a simulated accelerator, a conformance suite, reference models."""

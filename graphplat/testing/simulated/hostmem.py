@@ -1,0 +1,61 @@
+"""Pinned host memory, known by its storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .memory import POISON
+from .runtime import active
+
+
+def pin(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+    """``aten::_pin_memory``: a pinned copy. A driver call that a capture elsewhere may forbid."""
+    active().unsafe_call("pinned memory allocation")
+    with torch.inference_mode(False):
+        copy = tensor.detach().clone()
+    _register(copy)
+    return copy
+
+
+def pin_result(tensor: torch.Tensor) -> None:
+    """Count *tensor* as pinned, its contents unwritten: the target of an asynchronous download."""
+    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    even = raw.numel() // 2 * 2
+    raw[:even].view(torch.int16).fill_(POISON)
+    _register(tensor)
+
+
+def is_pinned(tensor: torch.Tensor, device: object = None) -> bool:
+    """``aten::is_pinned``."""
+    ref = active().pinned.get(tensor.untyped_storage().data_ptr())
+    return ref is not None and not ref.expired()
+
+
+def _register(tensor: torch.Tensor) -> None:
+    pinned = active().pinned
+    for address in [a for a, ref in pinned.items() if ref.expired()]:
+        del pinned[address]
+    storage = tensor.untyped_storage()
+    pinned[storage.data_ptr()] = StorageWeakRef(storage)
+
+
+def host_read_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """What a captured upload reads at each replay: the memory of *tensor*, or ``None`` once it was freed.
+
+    A graph keeps the address and not the owner, so this must not keep the owner either.
+    """
+    reference = StorageWeakRef(tensor.untyped_storage())
+    size, stride, offset, dtype = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+    def read() -> torch.Tensor | None:
+        if reference.expired():
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # type: ignore[attr-defined]
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+
+    return read
