@@ -7,6 +7,7 @@ step. A hardware vendor ships one plugin. Neither patches the other.
 from __future__ import annotations
 
 from graphplat.batch import ForwardBatch, Phase
+from graphplat.breaks import break_graph, eager_on_graph, fork_stream, live_batch
 from graphplat.capture import (
     CudaGraphsCapture,
     DecodeGraphCapture,
@@ -54,11 +55,15 @@ __all__ = [
     "ShapeKey",
     "TensorSpec",
     "UpTo",
+    "break_graph",
     "capture_cuda_graphs",
     "capture_decode_graph",
     "capture_prefill_graph",
     "current_platform",
+    "eager_on_graph",
+    "fork_stream",
     "hookimpl",
     "hookspec",
+    "live_batch",
     "platform_for",
 ]

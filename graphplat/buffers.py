@@ -229,7 +229,8 @@ def check_tensor(path: str, spec: TensorSpec, value: Any, requests: int, tokens:
         if isinstance(spec.dims[axis], int | str):
             if want != have:
                 raise InputError(
-                    f"expected shape {_describe(spec, wanted)}, found {found}: axis {axis} differs", field=path
+                    f"expected shape {_describe(spec, wanted)}, found {found}: axis {axis} differs",
+                    field=path,
                 )
         elif have > want:
             over = f"{path}: axis {axis} has {have}, graphs hold {want}"
@@ -239,7 +240,9 @@ def check_tensor(path: str, spec: TensorSpec, value: Any, requests: int, tokens:
 def _describe(spec: TensorSpec, shape: tuple[int, ...]) -> str:
     parts = []
     for dim, size in zip(spec.dims, shape, strict=True):
-        parts.append(f"{dim}={size}" if isinstance(dim, str) else f"{'' if isinstance(dim, int) else '<='}{size}")
+        parts.append(
+            f"{dim}={size}" if isinstance(dim, str) else f"{'' if isinstance(dim, int) else '<='}{size}"
+        )
     return f"({', '.join(parts)})"
 
 

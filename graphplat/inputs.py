@@ -6,7 +6,7 @@ before it touches one, copies real rows in and resets padded rows.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 import msgspec
@@ -62,6 +62,7 @@ class TensorSpec:
     dtype: torch.dtype = attrs.field(default=torch.int64, kw_only=True)
     fill: float | int | bool | Literal["last"] = attrs.field(default=0, kw_only=True)
     optional: bool = attrs.field(default=False, kw_only=True)
+    is_tree_leaf: ClassVar[bool] = True
 
     def __attrs_post_init__(self) -> None:
         if self.fill == "last" and self.row_dim is None:
@@ -115,6 +116,7 @@ class HostSpec:
     update: bool = attrs.field(default=False, kw_only=True)
     per: Literal["requests", "requests+1", "tokens"] = attrs.field(default="requests", kw_only=True)
     fill: int = attrs.field(default=0, kw_only=True)
+    is_tree_leaf: ClassVar[bool] = True
 
     def __attrs_post_init__(self) -> None:
         rules = bool(self.values) + (self.maximum is not None) + self.update

@@ -27,6 +27,8 @@ class PlatformCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     graph_capture: bool = False
     """Work on a stream can be recorded and replayed."""
+    executes_in_capture: bool = False
+    """Recorded work also runs while it is recorded."""
     shared_pool: bool = False
     """Graphs that replay one at a time may share one memory pool."""
     thread_local_capture: bool = False

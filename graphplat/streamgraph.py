@@ -146,7 +146,9 @@ class StreamGraphPlatform(Platform, abstract=True):
     def capture_begin(self, graph: Any, *, pool: Any, stream: Any) -> None:
         """Record from here on, by the device's verb or its context manager."""
         if self.api.context is None:
-            graph.capture_begin(**self._supported(graph.capture_begin, {"pool": pool} | self.api.begin_keywords))
+            graph.capture_begin(
+                **self._supported(graph.capture_begin, {"pool": pool} | self.api.begin_keywords)
+            )
             return
         factory = getattr(self._module, self.api.context)
         keywords = self._supported(factory, {"pool": pool, "stream": stream} | self.api.context_keywords)

@@ -73,7 +73,7 @@ def enter(value: Any, step: Step) -> Any:
 
 
 def _field_names(value: Any) -> list[str] | None:
-    if isinstance(value, type):
+    if isinstance(value, type) or getattr(type(value), "is_tree_leaf", False):
         return None
     if isinstance(value, msgspec.Struct):
         return list(value.__struct_fields__)

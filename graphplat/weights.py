@@ -28,7 +28,7 @@ class WeightWatch:
     _tensors: list[torch.Tensor | None] = attrs.field(factory=list)
     _pointers: list[int] = attrs.field(factory=list)
     _live: list[torch.Tensor] = attrs.field(factory=list)
-    _extras: dict[str, tuple[int, torch.Size, torch.dtype]] = attrs.field(factory=dict)
+    _described: dict[str, tuple[int, torch.Size, torch.dtype]] = attrs.field(factory=dict)
     _has_extras: bool = False
 
     def remember(self) -> None:
@@ -42,8 +42,8 @@ class WeightWatch:
         self._tensors = list(itertools.chain.from_iterable(self._views))
         self._live = [tensor for tensor in self._tensors if tensor is not None]
         self._pointers = list(map(_pointer, self._live))
-        self._extras = self._describe_extras()
-        self._has_extras = bool(self._extras)
+        self._described = self._describe_extras()
+        self._has_extras = bool(self._described)
 
     def moved(self) -> str | None:
         """What moved since :meth:`remember`, by name, or ``None``."""
@@ -51,14 +51,14 @@ class WeightWatch:
         if (
             all(map(operator.is_, now, self._tensors))
             and list(map(_pointer, self._live)) == self._pointers
-            and not (self._has_extras and self._describe_extras() != self._extras)
+            and not (self._has_extras and self._describe_extras() != self._described)
         ):
             return None
         return self._name_moved()
 
     def pointers(self) -> set[int]:
         """The addresses of all watched tensors."""
-        return set(self._pointers) | {pointer for pointer, _, _ in self._extras.values()}
+        return set(self._pointers) | {pointer for pointer, _, _ in self._described.values()}
 
     def _describe_extras(self) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
         return {name: (t.data_ptr(), t.shape, t.dtype) for name, t in self.extras().items()}
@@ -70,6 +70,6 @@ class WeightWatch:
             if known.get(id(tensor)) != tensor.data_ptr():
                 return name
         for name, described in self._describe_extras().items():
-            if self._extras.get(name) != described:
+            if self._described.get(name) != described:
                 return name
         return "a parameter, buffer or extra tensor that is gone"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphplat.backends.base import CaptureBackend, CapturedShape, Place
+from graphplat.backends.breakable import BreakableBackend
 from graphplat.backends.full import FullBackend
 from graphplat.errors import ConfigError, PlatformError
 
@@ -12,9 +13,9 @@ if TYPE_CHECKING:
     from graphplat.config import PhaseConfig
     from graphplat.runners.context import RunnerContext
 
-__all__ = ["CaptureBackend", "CapturedShape", "FullBackend", "make_backend"]
+__all__ = ["BreakableBackend", "CaptureBackend", "CapturedShape", "FullBackend", "make_backend"]
 
-_BACKENDS: dict[str, type[CaptureBackend]] = {"full": FullBackend}
+_BACKENDS: dict[str, type[CaptureBackend]] = {"full": FullBackend, "breakable": BreakableBackend}
 
 
 def make_backend(config: PhaseConfig, context: RunnerContext, place: Place) -> CaptureBackend:
@@ -23,7 +24,9 @@ def make_backend(config: PhaseConfig, context: RunnerContext, place: Place) -> C
     Raises :class:`PlatformError` when the platform lacks what it needs.
     """
     if config.backend not in _BACKENDS:
-        raise ConfigError(f"backend {config.backend!r} records nothing", hint=f"Use one of {sorted(_BACKENDS)}")
+        raise ConfigError(
+            f"backend {config.backend!r} records nothing", hint=f"Use one of {sorted(_BACKENDS)}"
+        )
     kind = _BACKENDS[config.backend]
     lacking = kind.lacking(context.platform.capabilities)
     if lacking is not None:

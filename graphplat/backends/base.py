@@ -283,7 +283,9 @@ class CaptureBackend(abc.ABC):
             platform=self.platform.name,
             phase=key.phase,
             bucket=key.size,
-            hint='Set on_failure="eager" to run such batches without a graph' if kind is CaptureError else None,
+            hint='Set on_failure="eager" to run such batches without a graph'
+            if kind is CaptureError
+            else None,
         )
 
     def _reset(self, recording: Any) -> None:

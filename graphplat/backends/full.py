@@ -47,4 +47,6 @@ def abandon(platform: Any, graph: Any, pool: Any, stream: Any, error: BaseExcept
     try:
         platform.abort_capture(graph, pool=pool, stream=stream)
     except Exception as cleanup:  # noqa: BLE001 - whatever fails here must not hide the first error
-        error.add_note(f"cleaning up after the failed capture failed too: {type(cleanup).__name__}: {cleanup}")
+        error.add_note(
+            f"cleaning up after the failed capture failed too: {type(cleanup).__name__}: {cleanup}"
+        )

@@ -69,9 +69,7 @@ class EagerRunner(BaseRunner):
         """Reserve the largest static buffers and run the largest batch of each captured phase once."""
         keys = [key for phase in Phase if (key := self.largest_key(phase)) is not None]
         if keys:
-            self.context.arena.reserve(
-                max(layout_bytes(self.context.spec(key.phase), key) for key in keys)
-            )
+            self.context.arena.reserve(max(layout_bytes(self.context.spec(key.phase), key) for key in keys))
         for key in keys:
             self._run_dummy(key)
 

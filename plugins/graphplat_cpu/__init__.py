@@ -21,6 +21,7 @@ class CpuPlatform(Platform):
     device_type = "cpu"
     capabilities = PlatformCapabilities(
         graph_capture=True,
+        executes_in_capture=True,
         shared_pool=True,
         thread_local_capture=True,
         breakable=True,

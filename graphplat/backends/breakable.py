@@ -1,0 +1,164 @@
+"""The ``breakable`` backend: captured segments with eager parts between them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+
+from graphplat import breaks
+from graphplat.backends.base import CaptureBackend, CapturedShape
+from graphplat.backends.bridge import Bridges, EagerPart
+from graphplat.backends.full import abandon
+
+if TYPE_CHECKING:
+    from graphplat.batch import ForwardBatch
+    from graphplat.breaks import BreakOptions
+    from graphplat.keys import ShapeKey
+    from graphplat.outputs import GraphOutput
+
+
+@attrs.define(eq=False)
+class Segments:
+    """One recording: device graphs and eager parts, in order.
+
+    It owns every tensor that crosses a break: the arguments of eager parts
+    and the memory their results are copied to.
+    """
+
+    graphs: list[Any] = attrs.field(factory=list)
+    parts: list[EagerPart] = attrs.field(factory=list)
+    steps: list[Callable[[], None]] = attrs.field(factory=list)
+
+
+@attrs.define(eq=False)
+class BreakableBackend(CaptureBackend):
+    """Records a forward as segments that :func:`~graphplat.eager_on_graph` functions separate."""
+
+    name: ClassVar[str] = "breakable"
+    needs: ClassVar[tuple[str, ...]] = ("graph_capture", "breakable")
+    bridges: Bridges = attrs.field(factory=Bridges)
+
+    def _record(self, shape_key: ShapeKey, forward_fn: Callable[[], Any]) -> tuple[Any, GraphOutput]:
+        recorder = Recorder(self, shape_key)
+        try:
+            recorder.begin()
+            with breaks.recording_with(recorder):
+                output = forward_fn()
+            placed = self.place(shape_key, output)
+            recorder.end(last=True)
+        except BaseException as error:
+            recorder.abandon(error)
+            raise
+        finally:
+            self.bridges.finish()
+        return recorder.segments, placed
+
+    def _launch(self, captured: CapturedShape, batch: ForwardBatch | None) -> None:
+        with breaks.running(batch):
+            for step in captured.recording.steps:
+                step()
+
+    def _graphs(self, recording: Any) -> Sequence[Any]:
+        graphs: list[Any] = recording.graphs
+        return graphs
+
+    def _kept_bytes(self, recording: Any, output: GraphOutput) -> int:
+        # What crosses a break stays allocated by design, and cannot be told from what was left behind.
+        del recording, output
+        return 1 << 62
+
+    def cleanup(self) -> None:
+        """Destroy every graph and the memory shared between breaks."""
+        super().cleanup()
+        self.bridges.release()
+
+
+@attrs.define(eq=False)
+class Recorder:
+    """One breakable capture under way."""
+
+    backend: BreakableBackend
+    key: ShapeKey
+    segments: Segments = attrs.field(factory=Segments)
+    _open: Any = None
+    _forked: list[Any] = attrs.field(factory=list)
+
+    def begin(self) -> None:
+        """Open a segment."""
+        backend = self.backend
+        graph = backend.platform.create_graph()
+        self._open = graph
+        for generator in backend.generators:
+            backend.platform.register_generator(graph, generator)
+        backend.platform.capture_begin(graph, pool=backend.pool, stream=backend.stream)
+
+    def end(self, *, last: bool = False) -> None:
+        """Close the segment, its side streams joined, and run it once.
+
+        Running it gives the eager part that follows real values to work on,
+        as in the warm-up, where the device only recorded.
+        """
+        platform = self.backend.platform
+        while self._forked:
+            platform.wait_stream(self.backend.stream, self._forked.pop())
+        platform.capture_end(self._open)
+        graph, self._open = self._open, None
+        self.segments.graphs.append(graph)
+        self.segments.steps.append(_replayer(platform, graph))
+        if not last and not platform.capabilities.executes_in_capture:
+            platform.replay(graph)
+
+    def split(self) -> None:
+        """End a segment and begin the next."""
+        self.end()
+        self.begin()
+
+    def fork(self, stream: Any) -> None:
+        """Order *stream* after the segment so far, and note that it must be joined."""
+        self.backend.platform.wait_stream(stream, self.backend.stream)
+        self._forked.append(stream)
+
+    def call_eagerly(self, function: Any, args: Any, kwargs: Any, options: BreakOptions) -> Any:
+        """Run *function* between two segments, now and at every replay."""
+        bridges = self.backend.bridges
+        if options.copy_inputs:
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            for name in options.copy_inputs:
+                if name in bound.arguments:
+                    bound.arguments[name] = bridges.copy_in(bound.arguments[name])
+            args, kwargs = bound.args, bound.kwargs
+        self.end()
+        part = EagerPart.make(function, args, kwargs, options, self.key)
+        with breaks.recording_with(None):
+            result = part.call_for_capture(bridges)
+        bridges.next_break()
+        self.segments.parts.append(part)
+        self.segments.steps.append(part.run)
+        self.begin()
+        return result
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave no capture open and hold nothing, whichever step failed."""
+        backend = self.backend
+        if self._open is not None:
+            abandon(backend.platform, self._open, backend.pool, backend.stream, error)
+            self._open = None
+        for graph in self.segments.graphs:
+            graph.reset()
+        self.segments = Segments()
+
+
+def _replayer(platform: Any, graph: Any) -> Callable[[], None]:
+    if type(platform).replay is _plain_replay():
+        replay: Callable[[], None] = graph.replay  # saves a call per segment
+        return replay
+    return lambda: platform.replay(graph)
+
+
+def _plain_replay() -> Any:
+    from graphplat.platform import Platform
+
+    return Platform.replay

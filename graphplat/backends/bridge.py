@@ -1,0 +1,207 @@
+"""Memory that crosses a break, and the eager parts that read and write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from graphplat import breaks, tree
+from graphplat.errors import ReplayError
+
+if TYPE_CHECKING:
+    from graphplat.breaks import BreakOptions
+    from graphplat.keys import ShapeKey
+
+
+def _references(flat: torch.Tensor) -> int | None:
+    """How many tensors share *flat*'s storage, or ``None`` where torch does not tell.
+
+    No public call counts the aliases of a storage; torch's own graph trees use this one.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else int(count(flat.untyped_storage()._cdata))
+
+
+@attrs.define(eq=False)
+class _Store:
+    """A flat piece of bridge memory; free once nothing in the forward refers to it."""
+
+    flat: torch.Tensor
+    idle: int | None
+    """References when nobody uses it."""
+    held: int = 0
+    """References that eager parts hold to write into it."""
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> _Store:
+        flat = _empty(tensor)
+        return cls(flat, _references(flat))
+
+    def is_free(self) -> bool:
+        return self.idle is not None and _references(self.flat) == self.idle + self.held
+
+
+@attrs.define(eq=False)
+class Bridges:
+    """Memory between segments, owned until the backend is cleaned up.
+
+    Graphs replay one at a time and in order, so what one break no longer needs serves the
+    next one, and what a large bucket needed serves a smaller one. A piece is
+    handed out again only when the forward under capture holds no tensor in it.
+    """
+
+    _stores: list[_Store] = attrs.field(factory=list)
+    _inputs: list[_Store] = attrs.field(factory=list)
+    _inputs_used: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(s.flat.numel() for s in (*self._stores, *self._inputs))
+
+    def hold(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of *like*'s shape in bridge memory, for the next segment to read."""
+        for store in self._stores:
+            if _fits(store, like) and store.is_free():
+                break
+        else:
+            store = _Store.like(like)
+            self._stores.append(store)
+        store.held += 1
+        return _shaped(store.flat, like)
+
+    def copy_in(self, value: Any) -> Any:
+        """*value* with its tensors copied into memory that lives until the end of this break."""
+
+        def move(_: str, leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            index = self._inputs_used
+            self._inputs_used += 1
+            if index < len(self._inputs) and _fits(self._inputs[index], leaf):
+                store = self._inputs[index]
+            else:
+                store = _Store.like(leaf)
+                self._inputs[index : index + 1] = [store]
+            view = _shaped(store.flat, leaf)
+            view.copy_(leaf)
+            return view
+
+        return tree.map_leaves(move, value)
+
+    def next_break(self) -> None:
+        """The eager part has read its inputs; their memory serves the next break."""
+        self._inputs_used = 0
+
+    def finish(self) -> None:
+        """A capture ended, well or not."""
+        self._inputs_used = 0
+
+    def release(self) -> None:
+        """Let go of all memory; only after every graph was destroyed."""
+        self._stores.clear()
+        self._inputs.clear()
+
+
+@attrs.define(eq=False)
+class EagerPart:
+    """One call between two segments, repeated at every replay."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    options: BreakOptions
+    key: ShapeKey
+    _own: dict[str, torch.Tensor] = attrs.field(factory=dict)
+    """Bridge tensors by result path; results that are not copied are not here."""
+
+    @classmethod
+    def make(cls, function: Any, args: Any, kwargs: Any, options: BreakOptions, key: ShapeKey) -> EagerPart:
+        """Take containers apart now, so that later changes to them do not reach the replay."""
+        keep: Callable[[str, Any], Any] = lambda _, leaf: leaf  # noqa: E731
+        return cls(
+            function,
+            tuple(tree.map_leaves(keep, arg) for arg in args),
+            {name: tree.map_leaves(keep, arg) for name, arg in kwargs.items()},
+            options,
+            key,
+        )
+
+    def call_for_capture(self, bridges: Bridges) -> Any:
+        """Run once, and settle where each result will lie for the next segment."""
+        function = self.options.capture_stub or self.function
+        result = function(*self.args, **self.kwargs)
+        inputs = {
+            leaf.untyped_storage().data_ptr()
+            for _, leaf in tree.walk((self.args, self.kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+
+        def settle(path: str, leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage().data_ptr() in inputs:
+                return leaf  # written in place: the next segment reads it where it is
+            own = bridges.hold(leaf)
+            own.copy_(leaf)
+            self._own[path] = own
+            # An alias of its own, so that its life can be told from this part's.
+            return own.view(own.shape)
+
+        return tree.map_leaves(settle, result)
+
+    def run(self) -> None:
+        """Call the function again and bring its results to where the next segment reads them."""
+        result = self.function(*self.args, **self.kwargs)
+        if not self._own:
+            return
+        if isinstance(result, torch.Tensor):
+            self._bring("", result)
+            return
+        found = dict(tree.walk(result))
+        for path in self._own:
+            if not isinstance(found.get(path), torch.Tensor):
+                raise ReplayError(
+                    f"{self.function.__qualname__} returned no tensor at {path or 'its result'!r}, as it did "
+                    "during capture",
+                    phase=self.key.phase,
+                    bucket=self.key.size,
+                )
+            self._bring(path, found[path])
+
+    def _bring(self, path: str, value: torch.Tensor) -> None:
+        own = self._own[path]
+        if value is own:
+            return
+        rows = value.shape[0] if value.dim() else 0
+        if self.options.rows is not None:
+            live = breaks.live_batch()
+            rows = live.num_tokens if self.options.rows == "tokens" else live.num_requests
+        if own.dim() == 0 or (rows == own.shape[0] and value.shape == own.shape):
+            own.copy_(value)
+            return
+        if value.shape[1:] != own.shape[1:] or rows > min(own.shape[0], value.shape[0]):
+            raise ReplayError(
+                f"{self.function.__qualname__} returned shape {tuple(value.shape)}, captured {tuple(own.shape)}",
+                phase=self.key.phase,
+                bucket=self.key.size,
+                hint="An eager part may return fewer rows than captured, never other shapes",
+            )
+        own[:rows].copy_(value[:rows])
+        own[rows:].zero_()
+
+
+def _fits(store: _Store, like: torch.Tensor) -> bool:
+    return store.flat.device == like.device and store.flat.numel() >= like.numel() * like.element_size()
+
+
+def _empty(like: torch.Tensor) -> torch.Tensor:
+    size = -(-like.numel() * like.element_size() // 16) * 16
+    with torch.inference_mode(False):
+        return torch.empty(max(size, 16), dtype=torch.uint8, device=like.device)
+
+
+def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    size = like.numel() * like.element_size()
+    return flat[:size].view(like.dtype).view(like.shape)

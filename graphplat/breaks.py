@@ -1,0 +1,161 @@
+"""Graph breaks: run a function eagerly between the captured segments of a forward.
+
+Outside a breakable capture the decorators do nothing at all. What is being recorded
+lives in context variables that a backend sets for the duration of one recording
+or replay; there is no process-wide state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+
+import attrs
+
+from graphplat.batch import ForwardBatch
+from graphplat.errors import GraphplatError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+@attrs.frozen
+class BreakOptions:
+    """How one eager function crosses a break."""
+
+    capture_stub: Callable[..., Any] | None = None
+    rows: Literal["tokens", "requests"] | None = None
+    copy_inputs: tuple[str, ...] = ()
+
+
+class SegmentRecorder(Protocol):
+    """What a breakable capture offers to the functions below."""
+
+    def call_eagerly(self, function: Any, args: Any, kwargs: Any, options: BreakOptions) -> Any:
+        """End the segment, run *function*, note it for every replay, begin the next segment."""
+
+    def split(self) -> None:
+        """End the segment and begin the next one."""
+
+    def fork(self, stream: Any) -> None:
+        """Make *stream* part of the segment, to be joined before the segment ends."""
+
+
+_RECORDER: ContextVar[SegmentRecorder | None] = ContextVar("graphplat_recorder", default=None)
+_LIVE_BATCH: ContextVar[ForwardBatch | None] = ContextVar("graphplat_live_batch", default=None)
+
+
+class EagerOnGraph(Protocol[P, R_co]):
+    """A function that runs eagerly between segments."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Break the graph being captured around the body; outside a capture just run it."""
+
+    run_eager: Callable[P, R_co]
+    """The body itself: never breaks a graph."""
+
+
+@overload
+def eager_on_graph(function: Callable[P, R], /) -> EagerOnGraph[P, R]: ...
+
+
+@overload
+def eager_on_graph(
+    *,
+    capture_stub: Callable[..., Any] | None = None,
+    rows: Literal["tokens", "requests"] | None = None,
+    copy_inputs: tuple[str, ...] = (),
+) -> Callable[[Callable[P, R]], EagerOnGraph[P, R]]: ...
+
+
+def eager_on_graph(
+    function: Any = None,
+    /,
+    *,
+    capture_stub: Callable[..., Any] | None = None,
+    rows: Literal["tokens", "requests"] | None = None,
+    copy_inputs: tuple[str, ...] = (),
+) -> Any:
+    """Mark a function or method that a breakable graph must not contain.
+
+    At every replay it is called again with the same arguments, whose memory the graph
+    owns; live state is read with :func:`live_batch`, not from arguments. What it
+    returns is copied to where the next segment reads, unless it is the very tensor that it
+    returned during capture. A result with fewer rows than captured leaves zeros behind.
+
+    *capture_stub* stands in for the body during capture. *rows* says that axis 0 of every
+    result counts tokens or requests: only real rows are kept and the rest is zero.
+    *copy_inputs* names arguments that the body only reads: the segment
+    copies them into memory that all breaks share, instead of each owning its own.
+
+    The result has ``run_eager``, the body itself.
+    """
+    options = BreakOptions(capture_stub, rows, tuple(copy_inputs))
+
+    def decorate(body: Callable[P, R]) -> EagerOnGraph[P, R]:
+        @functools.wraps(body)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            recorder = _RECORDER.get()
+            if recorder is None:
+                return body(*args, **kwargs)
+            return cast(R, recorder.call_eagerly(body, args, kwargs, options))
+
+        marked = cast(EagerOnGraph[P, R], wrapper)
+        marked.run_eager = body
+        return marked
+
+    return decorate if function is None else decorate(function)
+
+
+def break_graph() -> None:
+    """End the segment being captured and begin another; nothing outside a breakable capture."""
+    recorder = _RECORDER.get()
+    if recorder is not None:
+        recorder.split()
+
+
+def fork_stream(stream: Any) -> None:
+    """Let *stream* take part in the segment being captured, after the work queued so far.
+
+    It is joined before the segment ends, also at a break. Outside a breakable
+    capture this does nothing: order the streams yourself there.
+    """
+    recorder = _RECORDER.get()
+    if recorder is not None:
+        recorder.fork(stream)
+
+
+def live_batch() -> ForwardBatch:
+    """The batch being run: at replay the caller's own, during capture the dummy one.
+
+    For eager parts that need per-request state: live lengths, tables on the host.
+    Raises :class:`GraphplatError` outside a forward run by a runner.
+    """
+    batch = _LIVE_BATCH.get()
+    if batch is None:
+        raise GraphplatError("no batch is being run", hint="Call this from a forward that a runner executes")
+    return batch
+
+
+@contextlib.contextmanager
+def recording_with(recorder: SegmentRecorder | None) -> Iterator[None]:
+    """Send breaks to *recorder* inside the body; ``None`` turns them off."""
+    token = _RECORDER.set(recorder)
+    try:
+        yield
+    finally:
+        _RECORDER.reset(token)
+
+
+@contextlib.contextmanager
+def running(batch: ForwardBatch | None) -> Iterator[None]:
+    """Make *batch* the live one inside the body."""
+    token = _LIVE_BATCH.set(batch)
+    try:
+        yield
+    finally:
+        _LIVE_BATCH.reset(token)
