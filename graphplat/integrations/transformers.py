@@ -63,7 +63,8 @@ class CausalLMRunner(ModelRunner):
     Inputs, all ``int64``. Decode: ``input_ids``, ``positions`` (where the token goes, so
     how many came before) and ``slots``, one of each a request. Prefill: the same
     three for each token of packed prompts, and ``last_tokens``, the row of each
-    request's last token. :meth:`decode_batch` and :meth:`prefill_batch` build them.
+    request's last token; ``history`` is ``slot * max_len + position`` of every earlier
+    token that the batch looks at. :meth:`decode_batch` and :meth:`prefill_batch` build them.
 
     The forward gives float logits ``(requests, vocabulary)`` of each request's next
     token, or with ``returns="tokens"`` its greedy choice ``(requests,)``.
@@ -134,9 +135,8 @@ class CausalLMRunner(ModelRunner):
         if phase is Phase.PREFILL:
             fields["last_tokens"] = TensorSpec(("requests",))
             if self.max_history:
-                size = UpTo(self.max_history)
-                fields["history_slots"] = TensorSpec((size,), fill=self.store.dummy, optional=True)
-                fields["history_positions"] = TensorSpec((size,), optional=True)
+                fill = self.store.dummy * self.max_len
+                fields["history"] = TensorSpec((UpTo(self.max_history),), fill=fill, optional=True)
         return InputSpec(**fields)
 
     @torch.no_grad()
@@ -213,14 +213,11 @@ class CausalLMRunner(ModelRunner):
         )
 
     def _history(self, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
-        if not self.max_history:
+        places = [span.slot * self.max_len + index for span in spans for index in range(span.start)]
+        if not places or not self.max_history:
             return {}
-        owners = [span.slot for span in spans for _ in range(span.start)]
-        if not owners:
-            return {}
-        places = [index for span in spans for index in range(span.start)]
-        columns = self._upload(owners, places)
-        return dict(zip(("history_slots", "history_positions"), columns, strict=True))
+        (history,) = self._upload(places)
+        return {"history": history}
 
     def _prefill_step(self, batch: ForwardBatch) -> Step:
         slots, positions = batch.inputs["slots"], batch.inputs["positions"]
@@ -230,12 +227,13 @@ class CausalLMRunner(ModelRunner):
             raise InputError(
                 "earlier tokens, but no word on which",
                 phase="prefill",
-                field="history_slots",
+                field="history",
                 hint="Set max_history to capture such batches",
             )
         history = None
-        if "history_slots" in batch.inputs:
-            history = batch.inputs["history_slots"], batch.inputs["history_positions"]
+        if "history" in batch.inputs:
+            places = batch.inputs["history"]
+            history = places // self.max_len, places % self.max_len
         return PackedStep.build(self.store, slots, positions, history)
 
     def _call(self, ids: torch.Tensor, positions: torch.Tensor, step: Step, **extra: Any) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""The ``graphplat`` command. Needs the extra ``cli``."""

@@ -1,0 +1,133 @@
+"""``graphplat demo``: a real model answers through captured graphs, and is checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from graphplat.cli.demo_run import DemoReport
+
+DEFAULT_PROMPT = "What is the capital of France?"
+
+Prefill = Literal["full", "breakable", "disabled"]
+Decode = Literal["full", "breakable", "compiled", "disabled"]
+Precision = Literal["float32", "bfloat16", "float16"]
+
+
+def command(
+    device: Annotated[str, typer.Option(help="Torch device to run on.")] = "cpu",
+    model: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder or GGUF file; by default the bundled weights.")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A question; give it several times for several at once.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 32,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests at once. Questions of our own fill a batch that prompts do not."),
+    ] = None,
+    prefill: Annotated[Prefill, typer.Option(help="How prompts run.")] = "full",
+    decode: Annotated[Decode, typer.Option(help="How new tokens run.")] = "full",
+    dtype: Annotated[
+        Precision, typer.Option(help="Lower precision may flip tokens that nearly tie.")
+    ] = "float32",
+    random: Annotated[bool, typer.Option("--random", help="Run random weights of the 135M shape.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Answer a question with a real model through captured graphs.
+
+    Greedy tokens are compared with those of the model's own generate(); the command
+    fails if one differs.
+    """
+    from rich.console import Console
+
+    from graphplat.cli import render
+    from graphplat.cli.demo_run import Demo
+
+    console = Console(quiet=json)
+    demo = Demo(
+        device=device,
+        model=model,
+        prompts=choose_prompts(prompt or [], batch),
+        max_new_tokens=max_new_tokens,
+        batch=batch or min(8, max(1, len(prompt or []))),
+        prefill=prefill,
+        decode=decode,
+        dtype=dtype,
+        random=random,
+        console=console,
+    )
+    report = demo.run()
+    if json:
+        render.print_json(report)
+    else:
+        show(report, console)
+    if not report.identical:
+        raise typer.Exit(1)
+
+
+def choose_prompts(given: list[str], batch: int | None) -> list[str]:
+    """The prompts to run: *given* ones, or our own; half as many again as run at once.
+
+    So some have to wait, and join the batch when others leave it.
+    """
+    if given and (batch is None or len(given) >= batch):
+        return given
+    if batch is None or batch == 1:
+        return [DEFAULT_PROMPT]
+    wanted = batch + (batch + 1) // 2
+    own = (_QUESTIONS[index % len(_QUESTIONS)] for index in range(wanted))
+    return (given + list(own))[:wanted]
+
+
+_QUESTIONS = (
+    DEFAULT_PROMPT,
+    "Name three colours.",
+    "What is two plus two?",
+    "Explain in one short sentence why the sky looks blue during the day.",
+    "Say hello.",
+    "Which animal barks, has four legs and is often called the best friend of people?",
+)
+
+
+def show(report: DemoReport, console: object) -> None:
+    """Print a finished demo for people."""
+    from rich.console import Console
+
+    from graphplat.cli import render
+
+    assert isinstance(console, Console)  # noqa: S101
+    if len(report.answers) > 1:
+        for answer in report.answers:
+            console.print(f"\n> {answer.prompt}\n{answer.text}", markup=False, highlight=False)
+    shapes = [
+        (s.key.phase, s.key.size, s.backend, round(s.seconds + s.warmup_seconds, 3), render.size(s.bytes))
+        for s in report.capture.shapes
+    ]
+    console.print(render.table("Captured shapes", ("phase", "size", "backend", "seconds", "memory"), shapes))
+    for skip in report.capture.skipped:
+        console.print(f"not captured: {skip.phase} ({skip.reason}): {skip.detail}", markup=False)
+    speeds = [
+        (
+            s.mode,
+            round(s.prefill_tokens_per_second, 1),
+            round(s.decode_tokens_per_second, 1),
+            round(s.seconds, 2),
+        )
+        for s in report.speeds
+    ]
+    columns = ("way", "prompt tokens/s", "new tokens/s", "seconds")
+    console.print(render.table("Speed", columns, speeds))
+    for phase, steps in report.steps.items():
+        console.print(f"{phase}: {steps.describe()}", markup=False)
+    if report.identical:
+        console.print(f"Tokens are identical to generate(): {report.tokens} of {report.tokens}.")
+    for answer in report.answers:
+        for way, place in answer.differs.items():
+            console.print(
+                f"DIFFERENT from generate(): {way}, {answer.prompt!r}, from new token {place}", markup=False
+            )
