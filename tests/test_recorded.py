@@ -78,7 +78,7 @@ def leaves(output):
 
 
 def test_a_replay_gives_what_eager_gives_bit_by_bit(mode, block):
-    """Fresh inputs in the static buffers: several replays equal eager exactly, in all outputs of the structure."""
+    """Fresh inputs in the static buffers: several replays equal eager exactly, in every nested output."""
     ids, table, position = torch.tensor([[1], [2]]), torch.randn(10, 16), torch.tensor([0])
     with mode():
         graph, output = capture(block, ids, table, position)
