@@ -3,64 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch.utils import _pytree as pytree
 
 from .errors import SimulatedDeviceError
 from .faults import faults
-from .operators import METADATA, SPECIAL, VIEWS
+from .operators import SPECIAL
 from .runtime import active
+from .schema import METADATA, Traits, traits
 from .streams import StreamState, Work
 from .tensor import SimTensor, allocate, view_of
 from .updates import UpdateRecord
-
-_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_INDEXING = (
-    "aten::index",
-    "aten::index_put",
-    "aten::index_put_",
-    "aten::_index_put_impl_",
-    "aten::_unsafe_index",
-)
-
-
-@frozen
-class Traits:
-    """What the schema of an operator says about running it."""
-
-    composite: bool
-    view: bool
-    mutates: tuple[str, ...]
-    outs: tuple[str, ...]
-    host_read: bool
-    generator: bool
-    indexing: bool
-    device: bool
-
-
-@lru_cache(maxsize=None)
-def traits(func: Any) -> Traits:
-    """The traits of *func*, from its schema, tags and kernels."""
-    schema = func._schema
-    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    returns = schema.returns
-    aliased = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-    # What comes back as a number has been read from the device, unless it is geometry.
-    numbers = bool(returns) and not any("Tensor" in str(r.type) for r in returns)
-    return Traits(
-        composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
-        view=(aliased and not names) or func in VIEWS,
-        mutates=tuple(names),
-        outs=tuple(a.name for a in schema.arguments if a.is_out),
-        host_read=any(tag in func.tags for tag in _TAGS) or (numbers and func not in METADATA),
-        generator=any(a.name == "generator" for a in schema.arguments),
-        indexing=schema.name in _INDEXING,
-        device=any(a.name == "device" for a in schema.arguments),
-    )
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,10 +46,15 @@ class Call:
         index = self._device_index()
         stream = self.runtime.stream(index)
         self._check_host_tensors(stream)
+        if self.func in METADATA:
+            return self.func(*_map(self.args, "cpu"), **_map(self.kwargs, "cpu"))
         if self.what.view:
             return self._view()
         if self._reads_on_host():
             return self._read(stream, index)
+        return self._submit(stream, index)
+
+    def _submit(self, stream: StreamState, index: int) -> Any:
         if self.what.generator and self.kwargs.get("generator") is None:
             self.kwargs["generator"] = self.runtime.devices[index].generator
         self._check_generator(stream)
@@ -282,8 +242,8 @@ class Call:
         self._record(stream, run)
 
     def _record(self, stream: StreamState, run: Work) -> None:
-        assert stream.capture is not None
-        stream.capture.record(stream, run, str(self.func))
+        if stream.capture is not None:
+            stream.capture.record(stream, run, str(self.func))
 
     def _check_generator(self, stream: StreamState) -> None:
         if stream.capture is None or not self.what.generator:

@@ -27,7 +27,7 @@ class SimGraph:
         self.executable = False
         self.generators: list[Any] = []
         self.auto_dispatch_capture = False
-        self.graph_dispatch_mode = DispatchMode()
+        self.graph_dispatch_mode = DispatchMode()  # type: ignore[no-untyped-call]
         self.updates_issued = 0
         self.replays_done = 0
         self._capture: Capture | None = None
@@ -95,11 +95,11 @@ class SimGraph:
             runtime.captures.remove(capture)
             self._capture = None
         runtime.note("capture_end", invalid=capture.invalid)
+        if unjoined:
+            capture.invalidate(f"unjoined work: streams {unjoined} were forked and never joined")
         try:
             faults.hit("end")
             capture.check()
-            if unjoined:
-                raise SimulatedDeviceError(f"unjoined work: streams {unjoined} were forked and never joined")
         except BaseException:
             runtime.counters.failed_ends += 1
             raise
@@ -180,6 +180,10 @@ class SimGraph:
         if self.nodes is not None or self._holds_pool:
             self._destroy()
             self._release_pool()
+
+    def forget_capture(self) -> None:
+        """Drop an unfinished capture, as a device reset does."""
+        self._capture = None
 
     def pool(self) -> tuple[int, int]:
         """The handle of this graph's pool, for other captures to share; raises before a capture."""

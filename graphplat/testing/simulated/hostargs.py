@@ -13,8 +13,7 @@ import torch
 from .dispatch import HOST_ARGUMENTS
 from .updates import register_update_handler
 
-_LIBRARY = torch.library.Library("sim", "DEF")
-_KEPT: list[Any] = [_LIBRARY]
+_LIBRARY: Any = torch.library.Library("sim", "DEF")  # type: ignore[no-untyped-call]
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -43,12 +42,9 @@ def _shape(query: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
 
 def define_operators() -> None:
     """Define the ``sim`` operators; once per process."""
-    _LIBRARY.define(
-        "fused_infer_attention(Tensor query, Tensor key, Tensor value, *, int[] actual_seq_lengths_kv) -> Tensor"
-    )
-    _LIBRARY.define(
-        "paged_attention(Tensor query, Tensor key, Tensor value, *, Tensor context_lens) -> Tensor"
-    )
+    inputs = "Tensor query, Tensor key, Tensor value"
+    _LIBRARY.define(f"fused_infer_attention({inputs}, *, int[] actual_seq_lengths_kv) -> Tensor")
+    _LIBRARY.define(f"paged_attention({inputs}, *, Tensor context_lens) -> Tensor")
     for name, kernel in (("fused_infer_attention", _fused), ("paged_attention", _paged)):
         _LIBRARY.impl(name, kernel, "CPU")
         _LIBRARY.impl(name, _shape, "Meta")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
 
 from .memory import POISON
 from .runtime import active
@@ -39,7 +40,11 @@ def _register(tensor: torch.Tensor) -> None:
     for address in [a for a, ref in pinned.items() if ref.expired()]:
         del pinned[address]
     storage = tensor.untyped_storage()
-    pinned[storage.data_ptr()] = StorageWeakRef(storage)
+    pinned[storage.data_ptr()] = _weak(storage)
+
+
+def _weak(storage: torch.UntypedStorage) -> Any:
+    return reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def host_read_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
@@ -47,13 +52,13 @@ def host_read_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
     A graph keeps the address and not the owner, so this must not keep the owner either.
     """
-    reference = StorageWeakRef(tensor.untyped_storage())
+    reference = _weak(tensor.untyped_storage())
     size, stride, offset, dtype = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
     def read() -> torch.Tensor | None:
         if reference.expired():
             return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # type: ignore[attr-defined]
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
         if storage is None:
             return None
         return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)

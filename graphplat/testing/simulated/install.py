@@ -6,11 +6,12 @@ import os
 from typing import Any
 
 import torch
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 from torch.utils import backend_registration
 
 from .dispatch import dispatch
 from .errors import SimulatedDeviceError
+from .faults import faults
 from .hostargs import define_operators
 from .hostmem import is_pinned, pin
 from .ledger import Ledger, ledger
@@ -61,6 +62,14 @@ class SimulatedDevice:
         """The latest driver calls, oldest first."""
         return list(self.runtime.journal)
 
+    def recover(self) -> None:
+        """Put the driver back to rest after a test that broke it: captures, queues, streams, faults.
+
+        Nothing a platform may use: with a real device only a new process does this.
+        """
+        faults.clear()
+        self.runtime.recover()
+
     def set_deferred(self, deferred: bool) -> None:
         """Queue work until a synchronize, on every stream, or run it at once; queued work runs first."""
         for device in self.runtime.devices:
@@ -83,8 +92,6 @@ class SimulatedDevice:
         self._change(max_graphs=limit)
 
     def _change(self, **settings: Any) -> None:
-        from attrs import evolve
-
         self.profile = self.runtime.profile = evolve(self.profile, **settings)
 
 
@@ -118,7 +125,7 @@ def install_simulated(name: str, *, profile: SimProfile | None = None, devices: 
 def _install(request: _Request) -> SimulatedDevice:
     runtime = Runtime(request.name, request.profile)
     adopt(runtime)
-    torch.utils.rename_privateuse1_backend(request.name)
+    backend_registration.rename_privateuse1_backend(request.name)
     for _ in range(request.devices):
         runtime.add_device()
     module = device_module(runtime)
@@ -134,21 +141,21 @@ def _register(name: str, module: Any) -> None:
     The parts of ``_setup_privateuseone_for_python_backend``, called one by one since the module needs device
     objects of the new name. torch offers no public way to register a device from Python.
     """
-    torch.utils.generate_methods_for_privateuse1_backend()
-    torch._register_device_module(name, module)
+    backend_registration.generate_methods_for_privateuse1_backend()
+    torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
     accelerator = torch._C._acc
     accelerator.register_python_privateuseone_hook(backend_registration._DummyPrivateUse1Hook())
     accelerator.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
 
 
-def _fallback() -> torch.library.Library:
-    library = torch.library.Library("_", "IMPL")
+def _fallback() -> Any:
+    library: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     library.fallback(lambda op, *args, **kwargs: dispatch(op, args, kwargs), "PrivateUse1")
     return library
 
 
-def _kernels() -> torch.library.Library:
-    library = torch.library.Library("aten", "IMPL")
+def _kernels() -> Any:
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in _BY_NAME:
         packet, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")

@@ -7,29 +7,13 @@ from typing import Any, Final
 
 import torch
 
-from .errors import CaptureViolationError
 from .hostmem import host_read_of, is_pinned, pin_result
 from .memory import POISON
 from .runtime import active
-from .streams import StreamState, Work
+from .streams import Work
 from .tensor import SimTensor, allocate
 
 aten = torch.ops.aten
-
-#: Functional by schema, a view in fact.
-VIEWS: Final = frozenset({aten._unsafe_view.default, aten._reshape_alias.default})
-
-#: Answers about geometry: numbers that need no reading of the device.
-METADATA: Final = frozenset(
-    {
-        aten._fused_sdp_choice.default,
-        aten.is_set_to.default,
-        aten.is_same_size.default,
-        aten._has_compatible_shallow_copy_type.default,
-        aten.is_pinned.default,
-        aten._has_same_storage_numel.default,
-    }
-)
 
 
 def _layout(source: torch.Tensor, dtype: torch.dtype | None, memory_format: Any) -> torch.Tensor:
@@ -73,8 +57,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             _give(target.device.index, lambda: to.copy_(of), "aten.copy_")
     elif isinstance(target, SimTensor):
         _upload(target, source, non_blocking)
-    else:
-        assert isinstance(source, SimTensor)
+    elif isinstance(source, SimTensor):
         _download(target, source, non_blocking)
     return target
 
@@ -216,7 +199,7 @@ def set_(tensor: SimTensor, source: SimTensor) -> SimTensor:
     return tensor
 
 
-def attention(
+def attention(  # noqa: PLR0917 - the signature of the operator
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -228,8 +211,8 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` by the kernel that the CPU would choose, so that numbers agree."""
-    given = [_memory(t) for t in (query, key, value, attn_mask)]
-    choice = torch._fused_sdp_choice(*given, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    given: list[Any] = [_memory(t) for t in (query, key, value, attn_mask)]
+    choice = aten._fused_sdp_choice.default(*given, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         hidden = attn_mask.logical_not()
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
@@ -265,5 +248,3 @@ SPECIAL: Final[dict[Any, Callable[..., Any]]] = {
     aten.set_.source_Tensor: set_,
     aten.scaled_dot_product_attention.default: attention,
 }
-
-__all__ = ["METADATA", "SPECIAL", "VIEWS", "CaptureViolationError", "StreamState"]

@@ -35,8 +35,8 @@ class SimProfile:
     """How a simulated device poses: the names it exposes, and the rules it enforces.
 
     The first group shapes the Python API; a keyword or method that is not listed does not exist. The second
-    group sets behaviour: ``record_only`` executes nothing during capture; ``deferred`` queues all work until a
-    stream or device synchronize, or a host read; ``poison_freed`` overwrites memory when its tensor dies;
+    group sets behaviour: ``record_only`` executes nothing during capture; ``deferred`` queues all work until
+    a stream or device synchronize, or a host read; ``poison_freed`` overwrites memory when its tensor dies;
     ``default_error_mode`` is what a capture uses that names no mode; ``update_list_check`` raises for a list
     of another length than the captured one; ``memory_bytes`` is the size of each device.
     """
@@ -50,7 +50,6 @@ class SimProfile:
     graph_methods: frozenset[str] = frozenset({"debug_dump"})
     graphs: bool = True
     external_event: bool = False
-    task_groups: bool = False
     mem_pool: bool = True
     dump_suffix: str | None = None
 
@@ -105,7 +104,6 @@ NPU: Final = SimProfile(
     context_keywords=("pool", "stream", "auto_dispatch_capture", "capture_error_mode"),
     graph_methods=frozenset({"update", "debug_dump"}),
     external_event=True,
-    task_groups=True,
     max_graphs=1800,
 )
 
@@ -120,8 +118,8 @@ MUSA: Final = SimProfile(
 
 ACME: Final = evolve(CUDA_LIKE, graph_class="AcmeGraph", graph_argument="acme_graph")
 
-#: Profiles by the vendor they pose as. ``xpu`` and ``cuda`` cannot be device names of a simulated device, since
-#: torch owns them: run these two shapes under names such as ``simxpu`` and ``simcuda``.
+#: Profiles by the vendor they pose as. ``xpu`` and ``cuda`` cannot be device names of a simulated device,
+#: since torch owns them: run these two shapes under names such as ``simxpu`` and ``simcuda``.
 PROFILES: Final = MappingProxyType(
     {
         "npu": NPU,

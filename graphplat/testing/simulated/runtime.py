@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from attrs import define, field
 from .errors import CaptureViolationError, SimulatedDeviceError
 from .memory import DeviceMemory, Pool, Segment
 from .profiles import SimProfile
-from .streams import Capture, StreamState
+from .streams import DEVICE_LOCK, Capture, StreamState
 
 
 @define
@@ -48,7 +49,7 @@ class Device:
     memory: DeviceMemory
     default_stream: StreamState
     generator: torch.Generator
-    streams: list[StreamState] = field(factory=list)
+    streams: weakref.WeakSet[StreamState] = field(factory=weakref.WeakSet)
 
     def all_streams(self) -> list[StreamState]:
         """Every stream ever made here."""
@@ -77,7 +78,7 @@ class Runtime:
     profile: SimProfile
     devices: list[Device] = field(factory=list)
     counters: Counters = field(factory=Counters)
-    lock: threading.RLock = field(factory=threading.RLock)  # type: ignore[valid-type]
+    lock: Any = DEVICE_LOCK
     captures: list[Capture] = field(factory=list)
     journal: deque[tuple[str, dict[str, Any]]] = field(factory=lambda: deque(maxlen=10_000))
     pinned: dict[int, Any] = field(factory=dict)
@@ -153,7 +154,7 @@ class Runtime:
     def new_stream(self, index: int, priority: int) -> StreamState:
         """A stream of its own on a device."""
         stream = StreamState(self.new_id(), index, priority=priority, deferred=self.profile.deferred)
-        self.devices[index].streams.append(stream)
+        self.devices[index].streams.add(stream)
         return stream
 
     @contextmanager
@@ -227,6 +228,19 @@ class Runtime:
         for stream in self.devices[index].all_streams():
             if stream.capture is None:
                 stream.synchronize()
+
+    def recover(self) -> None:
+        """Forget captures, queued work and current streams, as only a new process does with a real device."""
+        for capture in list(self.captures):
+            capture.finish()
+            capture.graph.forget_capture()
+        self.captures.clear()
+        for device in self.devices:
+            for stream in device.all_streams():
+                stream.drop_queue()
+        self._thread.device = 0
+        self._thread.streams.clear()
+        self._thread.pools.clear()
 
     def poke(self) -> None:
         """Something a stalled stream may have waited for has happened: let immediate streams go on."""

@@ -6,13 +6,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from attrs import define, field
 
 from .errors import DeviceHangError, SimulatedDeviceError, Stall
 
 Work = Callable[[], None]
+
+#: One lock for the whole device: work of one stream may wait for, or wake, work of another.
+DEVICE_LOCK: Final = threading.RLock()
+#: Streams with queued work, kept alive until it has run.
+_BUSY: Final[set[StreamState]] = set()
 
 
 @define(eq=False)
@@ -31,7 +36,6 @@ class StreamState:
     completed: int = 0
     capture: Capture | None = None
     running: bool = False
-    _lock: threading.RLock = field(factory=threading.RLock)  # type: ignore[valid-type]
 
     @property
     def waits(self) -> bool:
@@ -40,14 +44,16 @@ class StreamState:
 
     def submit(self, work: Work, label: str) -> None:
         """Append one item; an immediate stream runs it now unless it is stalled."""
-        self.submitted += 1
-        self.queue.append((work, label))
-        if not self.deferred:
-            self.run(self.submitted)
+        with DEVICE_LOCK:
+            self.submitted += 1
+            self.queue.append((work, label))
+            _BUSY.add(self)
+            if not self.deferred:
+                self.run(self.submitted)
 
     def run(self, upto: int) -> bool:
         """Run items up to ticket *upto*; tell whether all are done. An item's error surfaces here."""
-        with self._lock:
+        with DEVICE_LOCK:
             if self.running:
                 return self.completed >= upto
             self.running = True
@@ -68,6 +74,13 @@ class StreamState:
     def _pop(self) -> None:
         self.queue.popleft()
         self.completed += 1
+        if not self.queue:
+            _BUSY.discard(self)
+
+    def drop_queue(self) -> None:
+        """Lose queued work, as a device reset does."""
+        while self.queue:
+            self._pop()
 
     def synchronize(self) -> None:
         """Run everything; raises `DeviceHangError` if some item can never run."""

@@ -27,10 +27,11 @@ class SimTensor(torch.Tensor):
 
     backing: torch.Tensor
     block: Block
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, backing: torch.Tensor, block: Block, device: torch.device) -> SimTensor:
+        """A tensor of *backing*'s geometry over *block*."""
         self: SimTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             backing.size(),
@@ -47,7 +48,7 @@ class SimTensor(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Hand every operator to the device."""
@@ -59,14 +60,14 @@ class SimTensor(torch.Tensor):
         self.backing, self.block = other.backing, other.block
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """As ``torch.Tensor.data``; assigning moves the memory along with the geometry."""
         return _GET_DATA(self)
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
         if not isinstance(new, SimTensor):
-            raise RuntimeError(
+            raise TypeError(
                 "incompatible tensor type: .data of a simulated device's tensor takes a tensor of that device"
             )
         self.rebind(new)
@@ -109,7 +110,7 @@ class SimTensor(torch.Tensor):
         result: SimTensor = copy
         return result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The values too, unless reading them would spoil a capture."""
         if active().stream(self.device.index).capture is not None:
             return f"tensor(<{tuple(self.shape)} in capture>, dtype={self.dtype}, device='{self.device}')"
@@ -155,7 +156,7 @@ def allocate(size: Any, stride: Any, dtype: torch.dtype, index: int) -> SimTenso
 def _extent(size: Any, stride: Any) -> int:
     if any(n == 0 for n in size):
         return 0
-    return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return 1 + sum(int(n - 1) * int(step) for n, step in zip(size, stride, strict=True))
 
 
 def view_of(base: SimTensor, backing: torch.Tensor) -> SimTensor:

@@ -17,7 +17,7 @@ from .errors import SimulatedDeviceError, Stall
 from .faults import faults
 from .runtime import active
 
-#: Operators that an update can reach, with the keywords it may rewrite. Extended by `register_update_handler`.
+#: Operators that an update can reach, with the keywords it may rewrite; `register_update_handler` adds some.
 HANDLERS: Final[dict[Any, tuple[str, ...]]] = {}
 
 
@@ -57,7 +57,7 @@ class UpdateRecord:
         return fresh
 
 
-class DispatchMode(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Marks the operators of `HANDLERS` while it is pushed, so that their capture makes a record."""
 
     def __torch_dispatch__(
