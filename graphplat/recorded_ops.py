@@ -34,6 +34,8 @@ _UNINITIALIZED = frozenset(
 )
 _TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional"})
 _WAITS = frozenset({"_c10d_functional::wait_tensor"})
+# Reads values only to check that they are in range; its inner operators would look like a host read.
+_KEPT_WHOLE = frozenset({"aten::one_hot"})
 _FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"})
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _CORE_DIR = str(Path(__file__).parent)
@@ -106,9 +108,9 @@ def check_host_read(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _size_is_given(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    if name != "aten::repeat_interleave":
-        return False
-    return kwargs.get("output_size") is not None
+    if name == "aten::one_hot":
+        return len(args) > 1 and bool(args[1] >= 0)
+    return name == "aten::repeat_interleave" and kwargs.get("output_size") is not None
 
 
 def _check_mask(func: OpOverload, args: Sequence[Any]) -> None:
@@ -150,7 +152,19 @@ def is_composite(func: OpOverload) -> bool:
     implicit = torch._C.DispatchKey.CompositeImplicitAutograd
     name: str = func.name()  # type: ignore[no-untyped-call]
     composite = implicit in func.py_kernels or has_kernel(name, implicit)
-    return bool(composite) and not has_kernel(name, torch._C.DispatchKey.CPU)
+    whole = func._schema.name in _KEPT_WHOLE or has_kernel(name, torch._C.DispatchKey.CPU)
+    return bool(composite) and not whole
+
+
+def take_apart(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run the composite *func* as eager does, its inner operators being dispatched one by one.
+
+    ``OpOverload.decompose`` prefers decompositions written for tracing, which round differently.
+    """
+    implicit = torch._C.DispatchKey.CompositeImplicitAutograd
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit):  # type: ignore[no-untyped-call]
+        return func._op_dk(implicit, *args, **kwargs)
+    return func.decompose(*args, **kwargs)
 
 
 @functools.cache
@@ -247,10 +261,10 @@ def accepts(
     addresses = [t.data_ptr() for t in scratch]
     try:
         variant.overload(*args, **variant.kwargs(kwargs, scratch))
+        kept = addresses == [t.data_ptr() for t in scratch]
+        return kept and all(
+            made.shape == want.shape and made.stride() == want.stride() and same_bits(made, want)
+            for made, want in zip(scratch, outputs, strict=True)
+        )
     except (RuntimeError, TypeError, ValueError, UserWarning):
         return False  # the recorder then runs the functional form and copies, which always works
-    kept = addresses == [t.data_ptr() for t in scratch]
-    return kept and all(
-        made.shape == want.shape and made.stride() == want.stride() and same_bits(made, want)
-        for made, want in zip(scratch, outputs, strict=True)
-    )

@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._depth += 1
         try:
             with self:
-                return func.decompose(*args, **kwargs)
+                return ops.take_apart(func, args, kwargs)
         finally:
             self._depth -= 1
 
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, resolved, self._resolved = func._schema.name, self._resolved, None
         if name == "aten::resolve_conj":
             self._resolved = _identity(args[0])
-        elif name == "aten::resolve_neg" and resolved == _identity(args[0]):
+        elif name == "aten::resolve_neg" and resolved is not None and resolved == _identity(args[0]):
             raise ops.host_read_error("tolist or numpy", "hands a tensor's memory to the host")
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
