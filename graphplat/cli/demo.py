@@ -18,6 +18,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 
 
 def command(
+    *,
     device: Annotated[str, typer.Option(help="Torch device to run on.")] = "cpu",
     model: Annotated[
         Path | None, typer.Option(help="Hugging Face folder or GGUF file; by default the bundled weights.")
@@ -32,9 +33,7 @@ def command(
     ] = None,
     prefill: Annotated[Prefill, typer.Option(help="How prompts run.")] = "full",
     decode: Annotated[Decode, typer.Option(help="How new tokens run.")] = "full",
-    dtype: Annotated[
-        Precision, typer.Option(help="Lower precision may flip tokens that nearly tie.")
-    ] = "float32",
+    dtype: Annotated[Precision, typer.Option(help="Below float32, near ties may flip.")] = "float32",
     random: Annotated[bool, typer.Option("--random", help="Run random weights of the 135M shape.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
@@ -105,18 +104,19 @@ def show(report: DemoReport, console: object) -> None:
         for answer in report.answers:
             console.print(f"\n> {answer.prompt}\n{answer.text}", markup=False, highlight=False)
     shapes = [
-        (s.key.phase, s.key.size, s.backend, round(s.seconds + s.warmup_seconds, 3), render.size(s.bytes))
+        (s.key.phase, s.key.size, s.backend, s.seconds, s.warmup_seconds, render.size(s.bytes))
         for s in report.capture.shapes
     ]
-    console.print(render.table("Captured shapes", ("phase", "size", "backend", "seconds", "memory"), shapes))
+    columns: tuple[str, ...] = ("phase", "size", "backend", "capture s", "warm-up s", "memory")
+    console.print(render.table("Captured shapes", columns, shapes))
     for skip in report.capture.skipped:
         console.print(f"not captured: {skip.phase} ({skip.reason}): {skip.detail}", markup=False)
     speeds = [
         (
             s.mode,
-            round(s.prefill_tokens_per_second, 1),
-            round(s.decode_tokens_per_second, 1),
-            round(s.seconds, 2),
+            f"{s.prefill_tokens_per_second:.1f}",
+            f"{s.decode_tokens_per_second:.1f}",
+            f"{s.seconds:.2f}",
         )
         for s in report.speeds
     ]

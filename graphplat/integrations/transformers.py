@@ -10,51 +10,36 @@ Works with transformers 5.17 and later.
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import attrs
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from graphplat.batch import ForwardBatch, Phase
+from graphplat.breaks import running
 from graphplat.config import GraphConfig, PhaseConfig
 from graphplat.errors import ConfigError, InputError
 from graphplat.inputs import InputSpec, TensorSpec, UpTo
-from graphplat.integrations.slot_cache import (
+from graphplat.integrations.slot_model import ATTENTION, SlotModel
+from graphplat.integrations.slot_steps import (
     DecodeStep,
     Kernel,
+    LiveStep,
+    PackedBatch,
     PackedStep,
-    RaggedStep,
-    SlotStore,
     Span,
     Step,
 )
 from graphplat.model_runner import ModelRunner
 
-ATTENTION = "graphplat_slots"
-"""The name under which the attention is registered with transformers."""
+__all__ = ["ATTENTION", "CONTINUED", "SCATTERED", "CausalLMRunner", "PackedBatch"]
 
 SCATTERED = "scattered"
 """The variant of decode batches whose row *i* is not in slot *i*: right, but copies the cache."""
 
 CONTINUED = "continued"
 """The variant of prefill batches that need earlier tokens no graph was captured to see."""
-
-_HOST_READING_ROPE = ("dynamic", "longrope")
-
-
-@attrs.define(eq=False)
-class PackedBatch(ForwardBatch):
-    """A prefill batch that also says on the host where each request lies.
-
-    Run eagerly, its attention then works at live lengths and needs no mask over all
-    pairs of tokens.
-    """
-
-    spans: tuple[Span, ...] = ()
 
 
 class CausalLMRunner(ModelRunner):
@@ -72,9 +57,9 @@ class CausalLMRunner(ModelRunner):
     Decode reads the cache in place: row *i* of a batch must be in slot *i*; a batch of
     the variant :data:`SCATTERED` may have its requests in any slot and copies rows.
 
-    *max_history* is how many earlier tokens a captured ``full`` prefill batch may look
-    at (chunked prefill). Zero leaves those graphs out; a batch with earlier
-    tokens then has the variant :data:`CONTINUED` and runs eagerly.
+    *max_history* is how many earlier tokens a ``full`` prefill graph may look at (chunked
+    prefill). Zero leaves those graphs out; a batch with earlier tokens then has the
+    variant :data:`CONTINUED` and runs eagerly. ``breakable`` graphs need no such bound.
 
     Sets the attention of *model* to :data:`ATTENTION`, which acts like ``sdpa`` whenever
     the model is called by others. Raises :class:`ConfigError` for a model whose cache
@@ -92,9 +77,6 @@ class CausalLMRunner(ModelRunner):
         max_history: int = 0,
         kernel: Kernel = "sdpa",
     ) -> None:
-        check_model(model)
-        self.model: torch.nn.Module = model
-        self.device = torch.device(model.device)
         self.graph_config = graph_config or GraphConfig(
             decode=PhaseConfig(max_size=max_requests), prefill=PhaseConfig(backend="disabled")
         )
@@ -105,14 +87,19 @@ class CausalLMRunner(ModelRunner):
                 field="decode.buckets",
                 hint="Raise max_requests, or set decode.max_size",
             )
+        self._slot_model = SlotModel(model)
+        self.model: torch.nn.Module = model
+        self.device = torch.device(model.device)
         self.returns = returns
-        self.max_history = max_history
+        self._prefill_backend = self.graph_config.prefill.backend
+        self.max_history = max_history if self._is_masked else 0
         self.kernel = kernel
-        self.store = _make_store(model, max_requests, max_len)
-        self._cache_argument = _cache_argument(model)
-        AttentionInterface.register(ATTENTION, _attention)
-        AttentionMaskInterface.register(ATTENTION, AttentionMaskInterface()["sdpa"])
-        model.set_attn_implementation(ATTENTION)
+        self.store = self._slot_model.make_store(max_requests, max_len)
+
+    @property
+    def _is_masked(self) -> bool:
+        """Whether prefill graphs hold their attention, so that it must be right for any packing."""
+        return self._prefill_backend in ("full", "compiled")
 
     @property
     def max_requests(self) -> int:
@@ -142,24 +129,7 @@ class CausalLMRunner(ModelRunner):
     @torch.no_grad()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits or tokens of each request's next token; writes the new tokens' keys and values."""
-        inputs = batch.inputs
-        if batch.phase is Phase.DECODE:
-            step: Step = DecodeStep.build(
-                self.store,
-                inputs["slots"],
-                inputs["positions"],
-                gather=batch.variant == SCATTERED,
-                kernel=self.kernel,
-            )
-            logits = self._call(inputs["input_ids"][:, None], inputs["positions"][:, None], step)[:, 0]
-        else:
-            step = self._prefill_step(batch)
-            logits = self._call(
-                inputs["input_ids"][None],
-                inputs["positions"][None],
-                step,
-                logits_to_keep=inputs["last_tokens"],
-            )[0]
+        logits = self._decode(batch) if batch.phase is Phase.DECODE else self._prefill(batch)
         return logits.argmax(-1) if self.returns == "tokens" else logits
 
     def extra_tensors(self) -> Mapping[str, torch.Tensor]:
@@ -209,7 +179,7 @@ class CausalLMRunner(ModelRunner):
             num_tokens=offset,
             inputs=inputs | self._history(spans),
             spans=tuple(spans),
-            variant=CONTINUED if any(starts) and not self.max_history else None,
+            variant=CONTINUED if self._is_masked and any(starts) and not self.max_history else None,
         )
 
     def _history(self, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
@@ -219,10 +189,25 @@ class CausalLMRunner(ModelRunner):
         (history,) = self._upload(places)
         return {"history": history}
 
+    def _decode(self, batch: ForwardBatch) -> torch.Tensor:
+        ids, positions, slots = (batch.inputs[name] for name in ("input_ids", "positions", "slots"))
+        gather = batch.variant == SCATTERED
+        step = DecodeStep.build(self.store, slots, positions, gather=gather, kernel=self.kernel)
+        return self._slot_model.logits(ids[:, None], positions[:, None], step)[:, 0]
+
+    def _prefill(self, batch: ForwardBatch) -> torch.Tensor:
+        ids, positions, last = (batch.inputs[name] for name in ("input_ids", "positions", "last_tokens"))
+        step = self._prefill_step(batch)
+        # During capture no one else says which batch it is.
+        with running(batch) if isinstance(step, LiveStep) else contextlib.nullcontext():
+            return self._slot_model.logits(ids[None], positions[None], step, logits_to_keep=last)[0]
+
     def _prefill_step(self, batch: ForwardBatch) -> Step:
         slots, positions = batch.inputs["slots"], batch.inputs["positions"]
+        if self._prefill_backend == "breakable":
+            return LiveStep(self.store, self.store.rows(slots, positions).flatten(), slots, positions)
         if isinstance(batch, PackedBatch):
-            return RaggedStep.build(self.store, slots, positions, batch.spans)
+            return batch.ragged(self.store, self.store.rows(slots, positions).flatten())
         if batch.variant == CONTINUED:
             raise InputError(
                 "earlier tokens, but no word on which",
@@ -236,132 +221,6 @@ class CausalLMRunner(ModelRunner):
             history = places // self.max_len, places % self.max_len
         return PackedStep.build(self.store, slots, positions, history)
 
-    def _call(self, ids: torch.Tensor, positions: torch.Tensor, step: Step, **extra: Any) -> torch.Tensor:
-        layers = [_SlotLayer(step, index) for index in range(self.store.data.shape[0])]
-        outputs = self.model(
-            input_ids=ids,
-            position_ids=positions,
-            # Any 4-D mask keeps transformers from building one; ours comes with the step.
-            attention_mask=step.write_rows.view(1, 1, 1, -1),
-            use_cache=True,
-            slot_step=step,
-            **{self._cache_argument: Cache(layers=layers)},
-            **extra,
-        )
-        logits: torch.Tensor = outputs.logits
-        return logits
-
     def _upload(self, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
         # One copy to the device for all columns.
         return torch.tensor([list(column) for column in columns]).to(self.device).unbind(0)
-
-
-class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer's view of a step; made anew for each forward and holds no state."""
-
-    is_compileable = True
-    is_sliding = False
-
-    def __init__(self, step: Step, index: int) -> None:
-        super().__init__()
-        self.is_initialized = True
-        self._step = step
-        self._index = index
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the store was allocated with the runner."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new tokens to their slots; the attention reads the rest there."""
-        self._step.write(self._index, key_states, value_states)
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The whole row: masks are our own."""
-        return self.get_max_length(), 0
-
-    def get_seq_length(self) -> int:
-        """Zero: requests differ, and positions are given with every step."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """Tokens that a slot holds."""
-        return self._step.store.max_len
-
-    def get_max_cache_shape(self) -> int:
-        """The same, under its older name."""
-        return self.get_max_length()
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    slot_step: Step | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend as *slot_step* says; without one, as transformers' ``sdpa`` does."""
-    if slot_step is None:
-        usual = AttentionInterface()["sdpa"]
-        found, _ = usual(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        return found, None
-    layer: Any = module.layer_idx
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return slot_step.attend(layer, query, key, value, scale), None
-
-
-def check_model(model: Any) -> None:
-    """Raise :class:`ConfigError` unless *model* is a causal model that slots can serve."""
-    name = type(model).__name__
-    config = getattr(model, "config", None)
-    if config is None or not getattr(model, "_supports_attention_backend", False):
-        raise ConfigError(
-            f"{name} does not let its attention be chosen", hint="Use a causal model of transformers 5"
-        )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention"}:
-        raise ConfigError(
-            f"{name} has layers of type {', '.join(sorted(kinds - {'full_attention'}))}",
-            field="layer_types",
-            hint="Only full attention has a slot cache",
-        )
-    if not kinds and getattr(config, "sliding_window", None) is not None:
-        raise ConfigError(f"{name} attends within a sliding window", field="sliding_window")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in _HOST_READING_ROPE:
-        raise ConfigError(f"{name} recomputes {rope!r} rotary frequencies on the host", field="rope_type")
-    for field in ("num_key_value_heads", "num_attention_heads", "num_hidden_layers"):
-        if not isinstance(getattr(config, field, None), int):
-            raise ConfigError(f"{name} has no plain attention heads", field=field)
-    devices = {tensor.device for tensor in model.parameters()}
-    if len(devices) != 1:
-        raise ConfigError(f"{name} lies on {len(devices)} devices", hint="Load it on one")
-
-
-def _cache_argument(model: Any) -> str:
-    parameters = inspect.signature(type(model).forward).parameters
-    # Renamed in transformers 5.20; the older name is to go in 5.40.
-    for name in ("cache", "past_key_values"):
-        if name in parameters:
-            return name
-    raise ConfigError(f"{type(model).__name__}.forward takes no cache", hint="Use a causal language model")
-
-
-def _make_store(model: Any, slots: int, max_len: int) -> SlotStore:
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return SlotStore(
-        layers=config.num_hidden_layers,
-        slots=slots,
-        kv_heads=config.num_key_value_heads,
-        max_len=max_len,
-        head_dim=head_dim,
-        dtype=model.dtype,
-        device=torch.device(model.device),
-    )

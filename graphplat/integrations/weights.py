@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,8 @@ RANDOM_SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 2,
+    # Wide enough that the tokens depend on all of the prompt, not on the last token alone.
+    "initializer_range": 0.05,
 }
 """A Llama of the shape of SmolLM2-135M."""
 
@@ -92,14 +98,27 @@ def random_model(
 
 
 def _from_pretrained(folder: Path, extra: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with _silent_bars():
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **extra)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, **extra
         )
+    return model, tokenizer
+
+
+@contextlib.contextmanager
+def _silent_bars() -> Iterator[None]:
+    """Keep progress bars off the standard error; whatever else is written there stays."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    # The GGUF reader draws a bar of its own, which no setting reaches.
+    held = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(held):
+            yield
     finally:
         if shown:
             logging.enable_progress_bar()
-    return model, tokenizer
+        for line in held.getvalue().splitlines(keepends=True):
+            if "\r" not in line and "%|" not in line:
+                sys.stderr.write(line)
