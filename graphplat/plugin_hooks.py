@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from graphplat.admission import Plugin, cause
+from graphplat.admission import Plugin
 from graphplat.batch import Phase
+from graphplat.discovery import cause
 from graphplat.errors import PluginError
 from graphplat.hookspecs import CaptureProgress
 from graphplat.platform import Platform

@@ -6,7 +6,8 @@ import traceback
 
 import msgspec
 
-from graphplat.admission import Entry, LoadFailure, Plugin, cause
+from graphplat.admission import Plugin
+from graphplat.discovery import Entry, LoadFailure, cause
 from graphplat.platform import PlatformCapabilities
 from graphplat.plugin_state import PluginState
 from graphplat.probes import PlatformSlot

@@ -10,16 +10,8 @@ from typing import Any
 
 import attrs
 
-from graphplat.admission import (
-    Discovery,
-    Entry,
-    LoadFailure,
-    Plugin,
-    admit,
-    admit_by_hand,
-    cause,
-    discover,
-)
+from graphplat.admission import Plugin, admit, admit_by_hand
+from graphplat.discovery import Discovery, Entry, LoadFailure, cause, discover
 from graphplat.errors import InputError, PluginError
 from graphplat.platform import IN_TREE_DEVICE_TYPES, Platform
 from graphplat.probes import PlatformSlot, probed_here
@@ -144,7 +136,7 @@ class PluginState:
     def candidates(self, device_type: str, only: str | None = None) -> list[Candidate]:
         """Load and probe what serves *device_type*; with *only*, probe platforms of that name alone."""
         found = [
-            _without_platform(entry, Outcome.DISABLED, f"disabled by {DISABLED_VARIABLE}")
+            _without_platform(entry, Outcome.DISABLED, _off(entry.label))
             for entry in self.discovery.disabled
             if entry.device_type == device_type
         ]
@@ -181,6 +173,10 @@ class PluginState:
         return sorted({slot.cls.name for slot in slots if slot.instance is not None})
 
 
+def _off(label: str) -> str:
+    return f"Plugin {label} is disabled by {DISABLED_VARIABLE}"
+
+
 def _identity(cls: type[Platform]) -> tuple[str, str, str]:
     return cls.__module__, cls.__qualname__, cls.name
 
@@ -214,7 +210,7 @@ def _offers(plugin: Plugin, device_type: str, only: str | None) -> list[Candidat
 def _offer(plugin: Plugin, slot: PlatformSlot, only: str | None) -> Candidate:
     name = slot.cls.name
     if plugin.disabled:
-        outcome, reason = Outcome.DISABLED, f"disabled by {DISABLED_VARIABLE}"
+        outcome, reason = Outcome.DISABLED, _off(plugin.label)
     elif only not in (None, name):
         outcome, reason = Outcome.NOT_PROBED, ""
     else:

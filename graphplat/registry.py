@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from graphplat.admission import LoadFailure
+from graphplat.discovery import LoadFailure
 from graphplat.errors import InputError, PlatformError, PluginError
 from graphplat.platform import Platform
 from graphplat.plugin_hooks import GraphplatWarning, PlatformHooks, warn
@@ -90,6 +90,10 @@ def platform_for(device: str | torch.device, *, name: str | None = None) -> Plat
     about each plugin of the type that failed to load. In code traced by
     ``torch.compile`` the answer is a constant.
     """
+    if torch.compiler.is_compiling():
+        key = f"{device}_{name}".replace(":", "_")
+        _settle(key, device, name)
+        return getattr(_Settled, key)  # type: ignore[no-any-return]
     return resolve(device, name=name).platform
 
 
@@ -101,13 +105,26 @@ def current_platform() -> Platform:
     that failed to load. Loads the plugins of every type. Raises
     :class:`AmbiguousPlatformError` when several types are available.
     """
+    if torch.compiler.is_compiling():
+        _settle("current", None, None)
+        return getattr(_Settled, "current")  # type: ignore[no-any-return]  # noqa: B009
     return resolve_current().platform
 
 
-# What torch.compiler.assume_constant_result sets; that function imports the compiler, which
-# takes seconds. Without the mark a traced call breaks the graph, and is right all the same.
-for _constant in (platform_for, current_platform):
-    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010 - unknown to the type checker
+class _Settled:
+    """Platforms that traced code has asked for: an attribute is what a tracer takes as constant."""
+
+
+def _settle(key: str, device: str | torch.device | None, name: str | None) -> bool:
+    result = resolve_current() if device is None else resolve(device, name=name)
+    setattr(_Settled, key, result.platform)
+    return True
+
+
+# Run while tracing instead of being traced. This is the mark that torch.compiler's
+# assume_constant_result sets; calling that imports the compiler, which takes seconds. A torch
+# that does not know the mark breaks the graph here, and gives the right answer all the same.
+setattr(_settle, "_dynamo_marked_constant", True)  # noqa: B010 - unknown to the type checker
 
 
 def resolve(device_type: str | torch.device, *, name: str | None = None) -> Resolution:
@@ -185,7 +202,8 @@ def reset_registry() -> None:
 def _device_type(device: str | torch.device) -> str:
     if isinstance(device, torch.device):
         return device.type
-    kind, colon, index = str(device).partition(":")
+    given: object = device
+    kind, colon, index = given.partition(":") if isinstance(given, str) else ("", "", "")
     if not kind.isidentifier() or (colon and not index.isdecimal()):
         raise InputError(f"{device!r} is no device", hint='Give a torch.device or a string such as "cpu"')
     return kind

@@ -12,6 +12,7 @@ import attrs
 import torch
 
 _TORCH_HOME = os.path.dirname(torch.__file__) + os.sep
+_COMPILER_HOME = os.path.join(_TORCH_HOME, "_dynamo") + os.sep
 _MISSING = object()
 
 
@@ -74,10 +75,14 @@ def _is_own_affair(name: str, old: Any, new: Any) -> bool:
     """Whether torch itself may have made this change."""
     if name.startswith("_") and not name.endswith("__") and not callable(old):
         return True  # a cache or a flag: device counts, initialization state
+    if name == "Storage":
+        return True  # an alias that follows the default dtype
     if not inspect.isfunction(new):
         return False
-    # torch wraps some of its own functions the first time its compiler is imported
-    return new.__code__.co_filename.startswith(_TORCH_HOME) and inspect.unwrap(new) is inspect.unwrap(old)
+    # the compiler wraps functions when it is imported, and replaces methods when first used
+    origin = new.__code__.co_filename
+    wrapped = origin.startswith(_TORCH_HOME) and inspect.unwrap(new) is inspect.unwrap(old)
+    return wrapped or origin.startswith(_COMPILER_HOME)
 
 
 def _hides(owner: type, name: str) -> bool:
