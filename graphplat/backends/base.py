@@ -159,20 +159,27 @@ class CaptureBackend(abc.ABC):
         """Hold what a replay needs around :meth:`replay`; nothing by default."""
         yield
 
+    def launcher(self, shape_key: ShapeKey) -> Callable[[ForwardBatch | None], None]:
+        """What launches the graph of *shape_key* for a live batch; looked up once, called every step."""
+        return self._launcher(self.captured[shape_key])
+
     def replay(self, shape_key: ShapeKey, batch: ForwardBatch | None = None) -> GraphOutput:
         """Launch the graph of *shape_key* on the current stream; its output, padded rows included.
 
         *batch* is the live batch, which eager parts of a recording may read. Raises
         :class:`ReplayError`, chained.
         """
-        captured = self.captured[shape_key]
         try:
-            self._launch(captured, batch)
+            self.launcher(shape_key)(batch)
         except Exception as error:
-            if isinstance(error, GraphplatError):
-                raise
-            raise self._error(ReplayError, "the graph could not be replayed", shape_key, error) from error
-        return captured.output
+            raise self.replay_error(shape_key, error) from error
+        return self.captured[shape_key].output
+
+    def replay_error(self, shape_key: ShapeKey, error: Exception) -> GraphplatError:
+        """*error*, met while launching *shape_key*, as an error of this library."""
+        if isinstance(error, GraphplatError):
+            return error
+        return self._error(ReplayError, "the graph could not be replayed", shape_key, error)
 
     def update(self, shape_key: ShapeKey, values: Mapping[str, Sequence[int]]) -> None:
         """Rewrite host values of *shape_key* for its next replay, behind a fence.
@@ -218,8 +225,8 @@ class CaptureBackend(abc.ABC):
         """Record once; on failure leave no capture open and nothing held."""
 
     @abc.abstractmethod
-    def _launch(self, captured: CapturedShape, batch: ForwardBatch | None) -> None:
-        """Replay a recording on the current stream."""
+    def _launcher(self, captured: CapturedShape) -> Callable[[ForwardBatch | None], None]:
+        """What replays a recording on the current stream."""
 
     @abc.abstractmethod
     def _graphs(self, recording: Any) -> Sequence[Any]:

@@ -56,10 +56,15 @@ class BreakableBackend(CaptureBackend):
             self.bridges.finish()
         return recorder.segments, placed
 
-    def _launch(self, captured: CapturedShape, batch: ForwardBatch | None) -> None:
-        with breaks.running(batch):
-            for step in captured.recording.steps:
-                step()
+    def _launcher(self, captured: CapturedShape) -> Callable[[ForwardBatch | None], None]:
+        steps = captured.recording.steps
+
+        def launch(batch: ForwardBatch | None) -> None:
+            with breaks.running(batch):
+                for step in steps:
+                    step()
+
+        return launch
 
     def _graphs(self, recording: Any) -> Sequence[Any]:
         graphs: list[Any] = recording.graphs
@@ -144,7 +149,7 @@ class Recorder:
         """Leave no capture open and hold nothing, whichever step failed."""
         backend = self.backend
         if self._open is not None:
-            abandon(backend.platform, self._open, backend.pool, backend.stream, error)
+            abandon(backend.context, self._open, error)
             self._open = None
         for graph in self.segments.graphs:
             graph.reset()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from graphplat.backends.base import CaptureBackend, CapturedShape
+from graphplat.platform import Platform
 
 if TYPE_CHECKING:
     from graphplat.batch import ForwardBatch
     from graphplat.keys import ShapeKey
     from graphplat.outputs import GraphOutput
+    from graphplat.runners.context import RunnerContext
 
 
 @attrs.define(eq=False)
@@ -30,23 +33,25 @@ class FullBackend(CaptureBackend):
             output = self.place(shape_key, forward_fn())
             self.platform.capture_end(graph)
         except BaseException as error:
-            abandon(self.platform, graph, self.pool, self.stream, error)
+            abandon(self.context, graph, error)
             raise
         return graph, output
 
-    def _launch(self, captured: CapturedShape, batch: ForwardBatch | None) -> None:
-        del batch  # the graph reads the static buffers
-        self.platform.replay(captured.recording)
+    def _launcher(self, captured: CapturedShape) -> Callable[[ForwardBatch | None], None]:
+        launch = functools.partial(self.platform.replay, captured.recording)
+        if type(self.platform).replay is Platform.replay:
+            launch = captured.recording.replay  # spares a call on every step
+        return lambda _batch: launch()  # the graph reads the static buffers, not the batch
 
     def _graphs(self, recording: Any) -> Sequence[Any]:
         return (recording,)
 
 
-def abandon(platform: Any, graph: Any, pool: Any, stream: Any, error: BaseException) -> None:
+def abandon(context: RunnerContext, graph: Any, error: BaseException) -> None:
     """Clean up after a failed capture; a clean-up error is attached to *error*, never lost."""
     try:
-        platform.abort_capture(graph, pool=pool, stream=stream)
+        if not context.platform.abort_capture(graph, pool=context.pool, stream=context.stream):
+            context.renew_pool()
     except Exception as cleanup:  # noqa: BLE001 - whatever fails here must not hide the first error
-        error.add_note(
-            f"cleaning up after the failed capture failed too: {type(cleanup).__name__}: {cleanup}"
-        )
+        error.add_note(f"cleaning up after the failed capture failed too: {type(cleanup).__name__}: {cleanup}")
+        context.renew_pool()

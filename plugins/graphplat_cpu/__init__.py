@@ -58,9 +58,10 @@ class CpuPlatform(Platform):
         """Plan the memory and bind the operators."""
         graph.capture_end()
 
-    def abort_capture(self, graph: Any, *, pool: Any, stream: Any) -> None:
+    def abort_capture(self, graph: Any, *, pool: Any, stream: Any) -> bool:
         """Stop recording and keep nothing."""
         graph.abort()
+        return True
 
     def is_capturing(self) -> bool:
         """Whether this thread records."""

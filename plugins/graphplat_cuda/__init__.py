@@ -21,7 +21,10 @@ class CudaPlatform(StreamGraphPlatform):
     name = "cuda"
     device_type = "cuda"
     api = StreamGraphApi(
-        module="cuda", graph_class="CUDAGraph", begin_keywords={"capture_error_mode": "thread_local"}
+        module="cuda",
+        graph_class="CUDAGraph",
+        begin_keywords={"capture_error_mode": "thread_local"},
+        raw_stream="_cuda_getCurrentRawStream",
     )
     capabilities = PlatformCapabilities(
         graph_capture=True,
@@ -47,13 +50,26 @@ class CudaPlatform(StreamGraphPlatform):
         if torch.cuda.device_count() == 0:
             raise RuntimeError("no CUDA device is visible")
 
-    def _after_invalid_end(self, graph: Any, pool: Any, stream: Any, error: Exception) -> None:
-        # CUDAGraph::capture_end raises before it stops routing allocations to the pool, and
-        # no public call repairs that (torch 2.11 to 2.13).
-        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-        if end is not None and pool is not None:
+    def _after_invalid_end(self, graph: Any, pool: Any, stream: Any) -> bool:
+        """Repair what ``CUDAGraph.capture_end`` leaves when it raises (torch 2.11 to 2.13).
+
+        It raises before it stops routing allocations to the pool and before the random
+        generators leave capture mode. The first has a private call; the second happens at
+        the end of any sound capture, so a tiny one is made. The pinned-memory
+        allocator keeps the pool marked as recording, and nothing undoes that, so the pool
+        is not captured into again.
+        """
+        if pool is not None and (end := getattr(torch._C, "_cuda_endAllocateToPool", None)) is not None:
             end(stream.device_index, pool)
             torch._C._cuda_releasePool(stream.device_index, pool)
+        healing = torch.cuda.CUDAGraph()
+        for generator in self._generators.get(id(graph), ()):
+            healing.register_generator_state(generator)
+        healing.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device=stream.device)
+        healing.capture_end()
+        healing.reset()
+        return False
 
 
 @hookimpl
