@@ -78,7 +78,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def platform_for(device: str | torch.device, *, name: str | None = None) -> Platform:
-    """The platform that serves *device*, such as ``"npu:1"``.
+    """The platform that serves *device*; an index plays no part.
 
     *name*, or else the variable ``GRAPHPLAT_PLATFORM``, is an explicit choice:
     that platform or an error. Otherwise an available out-of-tree platform
@@ -218,11 +218,16 @@ def _choice(name: str | None) -> tuple[str | None, str]:
 def _resolve(state: PluginState, asked: str, wanted: str | None, by: str) -> Resolution:
     candidates = state.candidates(asked, wanted)
     _check_strict(candidates)
-    if wanted is None:
-        return choose(asked, candidates, have=state.available_names)
-    if not any(one.platform == wanted for one in candidates):
-        _check_other_types(state, asked, wanted, by)
-    return choose_named(asked, wanted, by, candidates, have=state.available_names)
+    try:
+        if wanted is None:
+            return choose(asked, candidates, have=state.available_names)
+        if not any(one.platform == wanted for one in candidates):
+            _check_other_types(state, asked, wanted, by)
+        return choose_named(asked, wanted, by, candidates, have=state.available_names)
+    except PlatformError as error:
+        if not any(entry.in_tree for entry in state.discovery.entries):
+            error.add_note("Distribution graphplat is not installed here, so its own platforms are unknown")
+        raise
 
 
 def _check_other_types(state: PluginState, asked: str, wanted: str, by: str) -> None:

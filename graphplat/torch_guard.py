@@ -11,6 +11,8 @@ from typing import Any
 import attrs
 import torch
 
+from graphplat.platform import IN_TREE_DEVICE_TYPES
+
 _TORCH_HOME = os.path.dirname(torch.__file__) + os.sep
 _COMPILER_HOME = os.path.join(_TORCH_HOME, "_dynamo") + os.sep
 _MISSING = object()
@@ -18,7 +20,9 @@ _MISSING = object()
 
 def _watched() -> Iterator[tuple[str, Any]]:
     yield "torch", torch
-    yield "torch.cuda", torch.cuda
+    for kind in IN_TREE_DEVICE_TYPES:
+        if inspect.ismodule(module := getattr(torch, kind, None)):
+            yield f"torch.{kind}", module
     yield "torch.accelerator", torch.accelerator
     yield "torch.Tensor", torch.Tensor
     yield "torch.nn.Module", torch.nn.Module
@@ -28,7 +32,7 @@ def _watched() -> Iterator[tuple[str, Any]]:
 class TorchState:
     """Attributes and process-wide settings of torch at one moment.
 
-    Attributes of torch, its device and accelerator modules, ``torch.Tensor`` and
+    Attributes of torch, its device modules, ``torch.accelerator``, ``torch.Tensor`` and
     ``torch.nn.Module`` are compared by identity. New ones are nobody's loss,
     unless they hide an inherited one. Settings are those of the calling thread.
     """
@@ -45,7 +49,7 @@ class TorchState:
         """Undo every change since :meth:`take`; returns their names, sorted."""
         changes: list[str] = []
         for label, owner in _watched():
-            for name, old in _changed(self.attributes[label], owner):
+            for name, old in _changed(self.attributes.get(label, {}), owner):
                 if old is _MISSING:
                     delattr(owner, name)
                 else:

@@ -129,7 +129,7 @@ def test_unavailable_out_of_tree_leaves_the_builtin(site):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["cuda-acme", "cuda-zeta", "cuda-mid"])))
 def test_installation_order_does_not_matter(site, order):
-    """Any order of installation gives the same platform and the same list of candidates."""
+    """Any order of installation gives the same platform, candidates and order of import."""
     site.builtin(cpu="pass", cuda="pass")
     for entry in order:
         name = entry.partition("-")[2]
@@ -141,6 +141,8 @@ def test_installation_order_does_not_matter(site, order):
         "cuda-mid",
         "cuda-zeta",
     ]
+    imported = [event for event in site.events if event.startswith("import")]
+    assert imported == ["import own_cuda", "import mod_acme", "import mod_mid", "import mod_zeta"]
 
 
 @pytest.mark.parametrize("order", [("acme", "zeta"), ("zeta", "acme")])
@@ -209,6 +211,14 @@ def test_no_platform_names_what_there_is(site):
     """An absent device type is an error, never cpu."""
     with pytest.raises(PlatformError, match=r'no platform for .npu.; have cpu.*Run "graphplat platforms"'):
         platform_for("npu")
+
+
+def test_a_checkout_that_is_not_installed_is_told_apart(site):
+    """Without the metadata of graphplat there are no built-in platforms, and the error says why."""
+    site.builtin()
+    with pytest.raises(PlatformError, match=r"no platform for 'cpu'") as caught:
+        platform_for("cpu")
+    assert "graphplat is not installed here" in caught.value.__notes__[0]
 
 
 # The platform of the machine
@@ -552,6 +562,26 @@ def test_a_plugin_added_by_hand_counts_as_out_of_tree(site):
     result = resolve("cpu")
     assert result.platform.name == "byhand"
     assert (result.plugin, result.candidates[1].distribution) == ("hand", None)
+
+
+def test_a_stand_in_may_take_the_name_of_a_builtin(site):
+    """A platform added by hand under a built-in's name is the one that the name means."""
+
+    class StandIn(Platform):
+        name = "cpu"
+        device_type = "cpu"
+
+        def is_out_of_tree(self):
+            return False
+
+    class Brings:
+        @hookimpl
+        def provide_platforms(self):
+            return [StandIn]
+
+    registry.register_plugin(Brings(), "stand-in")
+    assert type(platform_for("cpu")) is StandIn
+    assert type(platform_for("cpu", name="cpu")) is StandIn
 
 
 def test_names_of_plugins_added_by_hand_are_unique(site):
