@@ -353,11 +353,14 @@ def test_each_family_of_operators_replays_as_eager(mode, forward):
 def test_autocast_around_a_replay_changes_nothing():
     """The casts are in the recording; those of the caller's mode must not come on top."""
     x = torch.randn(4, 4)
-    with torch.no_grad():
-        graph, out = capture(lambda: x @ x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            graph.replay()
-        assert torch.equal(out, x @ x)
+    with torch.library._scoped_library("recorded_cast", "FRAGMENT") as library:
+        library.define("square(Tensor x) -> Tensor")
+        library.impl("square", lambda x: (x @ x).float(), "CPU")
+        with torch.no_grad():
+            graph, out = capture(lambda: torch.ops.recorded_cast.square(x))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                graph.replay()
+            assert torch.equal(out, x @ x)
 
 
 def test_custom_operators_replay_their_kernels(mode):
@@ -412,6 +415,21 @@ def test_random_operators_draw_fresh_numbers(mode):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert not torch.equal(got[0], got[4])
     assert not torch.equal(got[1], got[5])
+
+
+def test_a_capture_draws_as_many_numbers_as_eager(mode):
+    """Nothing that recording does besides running the forward advances a generator."""
+
+    def forward():
+        return torch.rand(8), F.dropout(torch.ones(8), 0.5), torch.full((4,), 0.5).bernoulli()
+
+    with mode():
+        torch.manual_seed(3)
+        forward()
+        expected = torch.rand(4)
+        torch.manual_seed(3)
+        capture(forward)
+        assert torch.equal(torch.rand(4), expected)
 
 
 def chain(x, steps=10):
