@@ -9,6 +9,7 @@ that importing a plugin imports no vendor package.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
@@ -62,6 +63,23 @@ class StreamGraphPlatform(Platform, abstract=True):
         """Call a member that some releases lack; ``None`` where it does."""
         function = getattr(self._module, name, None)
         return None if function is None else function(*args, **keywords)
+
+    def probe(self) -> None:
+        """Raise unless the device's torch module is there and counts a device.
+
+        Imports no vendor package: torch loads installed ones itself, and tensors on the
+        device need it loaded. ``device_count()`` creates no context.
+        """
+        module = getattr(torch, self.api.module, None)
+        package = self.api.package
+        if module is None and package is not None and importlib.util.find_spec(package) is None:
+            raise RuntimeError(f"{package} is not installed")
+        if module is None:
+            raise RuntimeError(f"torch.{self.api.module} does not exist; import {package} first")
+        if not hasattr(module, self.api.graph_class):
+            raise RuntimeError(f"torch.{self.api.module}.{self.api.graph_class} does not exist in this release")
+        if module.device_count() == 0:
+            raise RuntimeError(f"no {self.device_type} device is visible")
 
     # Streams and events
 
@@ -150,8 +168,9 @@ class StreamGraphPlatform(Platform, abstract=True):
         """A pool handle that graphs share."""
         return self._module.graph_pool_handle()
 
-    def create_graph(self) -> DeviceGraph:
+    def create_graph(self, *, updatable: bool = False) -> DeviceGraph:
         """A new graph of the device's own class."""
+        del updatable
         return cast(DeviceGraph, getattr(self._module, self.api.graph_class)())
 
     def capture_begin(self, graph: Any, *, pool: Any, stream: Any) -> None:
@@ -162,10 +181,15 @@ class StreamGraphPlatform(Platform, abstract=True):
             )
             return
         factory = getattr(self._module, self.api.context)
-        keywords = self._supported(factory, {"pool": pool, "stream": stream} | self.api.context_keywords)
-        context = factory(graph, **keywords)
+        keywords = {"pool": pool, "stream": stream} | self.context_keywords(graph)
+        context = factory(graph, **self._supported(factory, keywords))
         context.__enter__()
         self._contexts[id(graph)] = context
+
+    def context_keywords(self, graph: Any) -> dict[str, Any]:
+        """What the capture context of *graph* is given beside pool and stream."""
+        del graph
+        return self.api.context_keywords
 
     def capture_end(self, graph: Any) -> None:
         """Finish the recording."""

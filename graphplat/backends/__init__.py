@@ -18,8 +18,12 @@ __all__ = ["BreakableBackend", "CaptureBackend", "CapturedShape", "FullBackend",
 _BACKENDS: dict[str, type[CaptureBackend]] = {"full": FullBackend, "breakable": BreakableBackend}
 
 
-def make_backend(config: PhaseConfig, context: RunnerContext, place: Place) -> CaptureBackend:
+def make_backend(
+    config: PhaseConfig, context: RunnerContext, place: Place, *, updatable: bool = False
+) -> CaptureBackend:
     """The backend that *config* names; allocates nothing.
+
+    *updatable*: host values of its graphs will be rewritten.
 
     Raises :class:`PlatformError` when the platform lacks what it needs.
     """
@@ -41,6 +45,7 @@ def make_backend(config: PhaseConfig, context: RunnerContext, place: Place) -> C
         context=context,
         place=place,
         warmup=config.warmup,
+        updatable=updatable,
         generators=context.model_runner.generators,
     )
     context.backends.append(backend)

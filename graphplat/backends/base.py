@@ -60,6 +60,8 @@ class CaptureBackend(abc.ABC):
     context: RunnerContext
     place: Place
     warmup: str = "auto"
+    updatable: bool = False
+    """Whether host values of the graphs are rewritten at replay."""
     generators: Sequence[torch.Generator] = ()
     captured: dict[ShapeKey, CapturedShape] = attrs.field(factory=dict)
     _warmed: bool = False
@@ -187,9 +189,9 @@ class CaptureBackend(abc.ABC):
         The host waits until the device has read the values of the last replay.
         Raises :class:`ReplayError` when the platform refuses, so that no replay is stale.
         """
-        if self._fence is not None:
-            self.platform.synchronize_event(self._fence)
         try:
+            if self._fence is not None:
+                self.platform.synchronize_event(self._fence)
             for graph in self._graphs(self.captured[shape_key].recording):
                 self.platform.update_graph(graph, values)
         except Exception as error:
@@ -199,6 +201,10 @@ class CaptureBackend(abc.ABC):
     def fence(self) -> None:
         """Note that the device may still read the host values of the replay just launched."""
         self._fence = self.platform.record_event(self.platform.current_stream(self.device))
+
+    def device_graphs(self, shape_key: ShapeKey) -> Sequence[Any]:
+        """The platform's graph objects of *shape_key*, in capture order."""
+        return self._graphs(self.captured[shape_key].recording)
 
     def drop(self, shape_key: ShapeKey) -> None:
         """Destroy one graph and what it kept alive."""

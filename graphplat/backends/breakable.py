@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,12 +13,14 @@ from graphplat import breaks
 from graphplat.backends.base import CaptureBackend, CapturedShape
 from graphplat.backends.bridge import Bridges, EagerPart
 from graphplat.backends.full import abandon
+from graphplat.errors import CaptureError
 
 if TYPE_CHECKING:
     from graphplat.batch import ForwardBatch
     from graphplat.breaks import BreakOptions
     from graphplat.keys import ShapeKey
     from graphplat.outputs import GraphOutput
+    from graphplat.platform import Platform
 
 
 @attrs.define(eq=False)
@@ -90,11 +93,12 @@ class Recorder:
     segments: Segments = attrs.field(factory=Segments)
     _open: Any = None
     _forked: list[Any] = attrs.field(factory=list)
+    _failure: BaseException | None = None
 
     def begin(self) -> None:
         """Open a segment."""
         backend = self.backend
-        graph = backend.platform.create_graph()
+        graph = backend.platform.create_graph(updatable=backend.updatable)
         self._open = graph
         for generator in backend.generators:
             backend.platform.register_generator(graph, generator)
@@ -109,8 +113,16 @@ class Recorder:
         platform = self.backend.platform
         while self._forked:
             platform.wait_stream(self.backend.stream, self._forked.pop())
-        platform.capture_end(self._open)
+        if self._open is None:
+            raise CaptureError(
+                "the forward went on after an eager part had failed",
+                hint="Let the error pass, so that it can be reported",
+            ) from self._failure
+        empty = _ends_empty(platform, self._open)
         graph, self._open = self._open, None
+        if empty:  # two breaks in a row, say: a launch would do nothing
+            graph.reset()
+            return
         self.segments.graphs.append(graph)
         self.segments.steps.append(_replayer(platform, graph))
         if not last and not platform.capabilities.executes_in_capture:
@@ -137,8 +149,12 @@ class Recorder:
             args, kwargs = bound.args, bound.kwargs
         self.end()
         part = EagerPart.make(function, args, kwargs, options, self.key)
-        with breaks.recording_with(None):
-            result = part.call_for_capture(bridges)
+        try:
+            with breaks.recording_with(None):
+                result = part.call_for_capture(bridges)
+        except BaseException as error:
+            self._failure = error
+            raise
         bridges.next_break()
         self.segments.parts.append(part)
         self.segments.steps.append(part.run)
@@ -154,6 +170,22 @@ class Recorder:
         for graph in self.segments.graphs:
             graph.reset()
         self.segments = Segments()
+        self._failure = None  # its traceback would keep the forward's tensors
+
+
+def _ends_empty(platform: Platform, graph: Any) -> bool:
+    """End the capture; says whether nothing was recorded, where that can be told.
+
+    torch warns about an empty graph, and offers no other sign of one.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        platform.capture_end(graph)
+    told = [warning for warning in caught if "graph is empty" in str(warning.message).lower()]
+    for warning in caught:
+        if warning not in told:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return bool(told) or getattr(graph, "num_ops", None) == 0
 
 
 def _replayer(platform: Any, graph: Any) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,8 @@ class _Store:
     flat: torch.Tensor
     idle: int | None
     """References when nobody uses it."""
-    held: int = 0
-    """References that eager parts hold to write into it."""
+    held: list[weakref.ref[torch.Tensor]] = attrs.field(factory=list)
+    """What eager parts hold to write into it, as long as their recordings live."""
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> _Store:
@@ -41,7 +42,8 @@ class _Store:
         return cls(flat, _references(flat))
 
     def is_free(self) -> bool:
-        return self.idle is not None and _references(self.flat) == self.idle + self.held
+        self.held = [ref for ref in self.held if ref() is not None]
+        return self.idle is not None and _references(self.flat) == self.idle + len(self.held)
 
 
 @attrs.define(eq=False)
@@ -70,8 +72,9 @@ class Bridges:
         else:
             store = _Store.like(like)
             self._stores.append(store)
-        store.held += 1
-        return _shaped(store.flat, like)
+        held = _shaped(store.flat, like)
+        store.held.append(weakref.ref(held))
+        return held
 
     def copy_in(self, value: Any) -> Any:
         """*value* with its tensors copied into memory that lives until the end of this break."""
@@ -91,6 +94,11 @@ class Bridges:
             return view
 
         return tree.map_leaves(move, value)
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether *tensor* lies in memory of :meth:`copy_in`, which the next break writes again."""
+        pointer = tensor.untyped_storage().data_ptr()
+        return any(store.flat.untyped_storage().data_ptr() == pointer for store in self._inputs)
 
     def next_break(self) -> None:
         """The eager part has read its inputs; their memory serves the next break."""
@@ -116,7 +124,7 @@ class EagerPart:
     options: BreakOptions
     key: ShapeKey
     _own: dict[str, torch.Tensor] = attrs.field(factory=dict)
-    """Bridge tensors by result path; results that are not copied are not here."""
+    """Where the next segment reads each tensor of the result, by path."""
 
     @classmethod
     def make(cls, function: Any, args: Any, kwargs: Any, options: BreakOptions, key: ShapeKey) -> EagerPart:
@@ -134,15 +142,18 @@ class EagerPart:
         """Run once, and settle where each result will lie for the next segment."""
         function = self.options.capture_stub or self.function
         result = function(*self.args, **self.kwargs)
-        inputs = {
-            leaf.untyped_storage().data_ptr()
+        given = {
+            id(leaf)
             for _, leaf in tree.walk((self.args, self.kwargs))
-            if isinstance(leaf, torch.Tensor)
+            if isinstance(leaf, torch.Tensor) and not bridges.lends(leaf)
         }
 
         def settle(path: str, leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage().data_ptr() in inputs:
-                return leaf  # written in place: the next segment reads it where it is
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) in given:  # written in place: the next segment reads it where it is
+                self._own[path] = leaf
+                return leaf
             own = bridges.hold(leaf)
             own.copy_(leaf)
             self._own[path] = own
@@ -161,35 +172,44 @@ class EagerPart:
             return
         found = dict(tree.walk(result))
         for path in self._own:
-            if not isinstance(found.get(path), torch.Tensor):
-                raise ReplayError(
-                    f"{self.function.__qualname__} returned no tensor at {path or 'its result'!r}, as it did "
-                    "during capture",
-                    phase=self.key.phase,
-                    bucket=self.key.size,
-                )
-            self._bring(path, found[path])
+            self._bring(path, found.get(path))
 
-    def _bring(self, path: str, value: torch.Tensor) -> None:
-        own = self._own[path]
-        if value is own:
-            return
-        rows = value.shape[0] if value.dim() else 0
+    def _bring(self, path: str, value: Any) -> None:
+        own = self._own.get(path)
+        if own is None or not isinstance(value, torch.Tensor):
+            raise self._error(f"returned another structure than during capture, at {path or 'its result'!r}")
+        rows = own.shape[0] if own.dim() else 0
         if self.options.rows is not None:
             live = breaks.live_batch()
             rows = live.num_tokens if self.options.rows == "tokens" else live.num_requests
+        elif value is not own and value.dim():
+            rows = value.shape[0]
+        if value is not own:
+            self._copy(own, value, rows)
+        if own.dim() and rows < own.shape[0]:
+            own[rows:].zero_()
+
+    def _copy(self, own: torch.Tensor, value: torch.Tensor, rows: int) -> None:
+        if value.dtype != own.dtype or value.dim() != own.dim() or value.shape[1:] != own.shape[1:]:
+            raise self._error(f"returned {_describe(value)}, captured {_describe(own)}")
         if own.dim() == 0 or (rows == own.shape[0] and value.shape == own.shape):
             own.copy_(value)
-            return
-        if value.shape[1:] != own.shape[1:] or rows > min(own.shape[0], value.shape[0]):
-            raise ReplayError(
-                f"{self.function.__qualname__} returned shape {tuple(value.shape)}, captured {tuple(own.shape)}",
-                phase=self.key.phase,
-                bucket=self.key.size,
-                hint="An eager part may return fewer rows than captured, never other shapes",
-            )
-        own[:rows].copy_(value[:rows])
-        own[rows:].zero_()
+        elif rows <= min(own.shape[0], value.shape[0]):
+            own[:rows].copy_(value[:rows])
+        else:
+            raise self._error(f"returned {value.shape[0]} rows for {rows}, captured {own.shape[0]}")
+
+    def _error(self, what: str) -> ReplayError:
+        return ReplayError(
+            f"{getattr(self.function, '__qualname__', self.function)} {what}",
+            phase=self.key.phase,
+            bucket=self.key.size,
+            hint="An eager part may return fewer rows than captured, never other shapes or types",
+        )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
 def _fits(store: _Store, like: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ class FullBackend(CaptureBackend):
     name = "full"
 
     def _record(self, shape_key: ShapeKey, forward_fn: Callable[[], Any]) -> tuple[Any, GraphOutput]:
-        graph = self.platform.create_graph()
+        graph = self.platform.create_graph(updatable=self.updatable)
         for generator in self.generators:
             self.platform.register_generator(graph, generator)
         try:

@@ -46,7 +46,7 @@ class CpuPlatform(Platform):
         """Memory that recorded graphs share."""
         return RecordedPool()
 
-    def create_graph(self) -> DeviceGraph:
+    def create_graph(self, *, updatable: bool = False) -> DeviceGraph:
         """A recorded graph."""
         return RecordedGraph()
 
