@@ -368,7 +368,9 @@ class TestEngine:
 
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS[:2], 4, on_token=fail)
+        before = engine.prefill_timing.tokens
         assert list(engine.generate(PROMPTS[:1], 4)[0].tokens) == reference(model, PROMPTS[0], 4)
+        assert engine.prefill_timing.tokens - before == len(PROMPTS[0])
 
     @pytest.mark.cuda
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from graphplat.cli.demo_run import DemoReport
 
 DEFAULT_PROMPT = "What is the capital of France?"
@@ -93,16 +95,16 @@ _QUESTIONS = (
 )
 
 
-def show(report: DemoReport, console: object) -> None:
+def show(report: DemoReport, console: Console) -> None:
     """Print a finished demo for people."""
-    from rich.console import Console
-
     from graphplat.cli import render
 
-    assert isinstance(console, Console)  # noqa: S101
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     if len(report.answers) > 1:
         for answer in report.answers:
-            console.print(f"\n> {answer.prompt}\n{answer.text}", markup=False, highlight=False)
+            say(f"\n> {answer.prompt}\n{answer.text}")
     shapes = [
         (s.key.phase, s.key.size, s.backend, s.seconds, s.warmup_seconds, render.size(s.bytes))
         for s in report.capture.shapes
@@ -110,7 +112,7 @@ def show(report: DemoReport, console: object) -> None:
     columns: tuple[str, ...] = ("phase", "size", "backend", "capture s", "warm-up s", "memory")
     console.print(render.table("Captured shapes", columns, shapes))
     for skip in report.capture.skipped:
-        console.print(f"not captured: {skip.phase} ({skip.reason}): {skip.detail}", markup=False)
+        say(f"not captured: {skip.key or skip.phase} ({skip.reason}): {skip.detail}")
     speeds = [
         (
             s.mode,
@@ -123,11 +125,9 @@ def show(report: DemoReport, console: object) -> None:
     columns = ("way", "prompt tokens/s", "new tokens/s", "seconds")
     console.print(render.table("Speed", columns, speeds))
     for phase, steps in report.steps.items():
-        console.print(f"{phase}: {steps.describe()}", markup=False)
-    if report.identical:
-        console.print(f"Tokens are identical to generate(): {report.tokens} of {report.tokens}.")
+        say(f"{phase}: {steps.describe()}")
     for answer in report.answers:
         for way, place in answer.differs.items():
-            console.print(
-                f"DIFFERENT from generate(): {way}, {answer.prompt!r}, from new token {place}", markup=False
-            )
+            say(f"DIFFERENT from generate(): {way}, {answer.prompt!r}, from new token {place}")
+    if report.identical:
+        say(f"Tokens are identical to generate(): {report.tokens} of {report.tokens}.")
