@@ -250,7 +250,8 @@ class Call:
             return
         generator = self.kwargs["generator"]
         known = [d.generator for d in self.runtime.devices] + list(stream.capture.graph.generators)
-        if not any(generator is g for g in known):
+        # The dispatcher hands over a new Python object of the same generator.
+        if not any(generator._cdata == known_one._cdata for known_one in known):
             stream.capture.invalidate("unregistered generator")
             raise SimulatedDeviceError(
                 "Offset increment outside graph capture encountered unexpectedly: "
