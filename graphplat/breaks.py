@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import attrs
 
 from graphplat.batch import ForwardBatch
-from graphplat.errors import GraphplatError
+from graphplat.errors import ContractError, GraphplatError
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
+S = TypeVar("S")
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -49,14 +53,37 @@ _RECORDER: ContextVar[SegmentRecorder | None] = ContextVar("graphplat_recorder",
 _LIVE_BATCH: ContextVar[ForwardBatch | None] = ContextVar("graphplat_live_batch", default=None)
 
 
-class EagerOnGraph(Protocol[P, R_co]):
-    """A function that runs eagerly between segments."""
+class EagerOnGraph(Generic[P, R_co]):
+    """A function, or a method bound to its object, that runs eagerly between segments."""
+
+    def __init__(self, body: Callable[P, R_co], options: BreakOptions) -> None:
+        self.body = body
+        self.options = options
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Break the graph being captured around the body; outside a capture just run it."""
+        recorder = _RECORDER.get()
+        if recorder is None:
+            return self.body(*args, **kwargs)
+        return cast(R_co, recorder.call_eagerly(self.body, args, kwargs, self.options))
 
-    run_eager: Callable[P, R_co]
-    """The body itself: never breaks a graph."""
+    def run_eager(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Run the body itself: never breaks a graph."""
+        return self.body(*args, **kwargs)
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> EagerOnGraph[P, R_co]: ...
+
+    @overload
+    def __get__(
+        self: EagerOnGraph[Concatenate[S, Q], R], instance: S, owner: type | None = None
+    ) -> EagerOnGraph[Q, R]: ...
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind a method to *instance*."""
+        if instance is None:
+            return self
+        return EagerOnGraph(types.MethodType(self.body, instance), self.options)
 
 
 @overload
@@ -83,32 +110,38 @@ def eager_on_graph(
     """Mark a function or method that a breakable graph must not contain.
 
     At every replay it is called again with the same arguments, whose memory the graph
-    owns; live state is read with :func:`live_batch`, not from arguments. What it
-    returns is copied to where the next segment reads, unless it is the very tensor that it
-    returned during capture. A result with fewer rows than captured leaves zeros behind.
+    owns; live state is read with :func:`live_batch`, not from arguments. Each tensor that it
+    returns is copied to where the next segment reads, unless it is one of the arguments
+    itself, written in place. A result with fewer rows than captured leaves zeros behind; other
+    shapes or types raise :class:`ReplayError`. Host values in a result stay as captured.
 
     *capture_stub* stands in for the body during capture. *rows* says that axis 0 of every
-    result counts tokens or requests: only real rows are kept and the rest is zero.
-    *copy_inputs* names arguments that the body only reads: the segment
-    copies them into memory that all breaks share, instead of each owning its own.
+    result, also of one written in place, counts tokens or requests: only real rows are kept
+    and the rest is zero. *copy_inputs* names arguments that the body only reads: the
+    segment copies them into memory that all breaks share, instead of each owning its own.
 
-    The result has ``run_eager``, the body itself.
+    The result has ``run_eager``, the body itself. Raises :class:`ContractError` if
+    *copy_inputs* names no argument of the body.
     """
     options = BreakOptions(capture_stub, rows, tuple(copy_inputs))
 
     def decorate(body: Callable[P, R]) -> EagerOnGraph[P, R]:
-        @functools.wraps(body)
-        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-            recorder = _RECORDER.get()
-            if recorder is None:
-                return body(*args, **kwargs)
-            return cast(R, recorder.call_eagerly(body, args, kwargs, options))
+        _check_names(body, copy_inputs)
 
-        marked = cast(EagerOnGraph[P, R], wrapper)
-        marked.run_eager = body
+        marked = EagerOnGraph(body, options)
+        functools.update_wrapper(marked, body)
         return marked
 
     return decorate if function is None else decorate(function)
+
+
+def _check_names(body: Callable[..., Any], copy_inputs: tuple[str, ...]) -> None:
+    unknown = sorted(set(copy_inputs) - set(inspect.signature(body).parameters)) if copy_inputs else []
+    if unknown:
+        raise ContractError(
+            f"copy_inputs names {', '.join(unknown)}, no argument of {body.__qualname__}",
+            hint="Name parameters of the function",
+        )
 
 
 def break_graph() -> None:
