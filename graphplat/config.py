@@ -71,6 +71,8 @@ class PhaseConfig(_Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if len(set(self.variants)) != len(self.variants):
+            raise ConfigError(f"PhaseConfig: variants {self.variants!r} repeat one", field="variants")
         if self.buckets is not None:
             msgspec.structs.force_setattr(self, "buckets", buckets.check_buckets(self.buckets))
 

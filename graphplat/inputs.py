@@ -6,7 +6,8 @@ before it touches one, copies real rows in and resets padded rows.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal, cast
 
 import attrs
 import msgspec
@@ -28,6 +29,10 @@ class UpTo(msgspec.Struct, frozen=True):
     """
 
     size: int
+
+
+def _as_dims(dims: Iterable[str | int | UpTo]) -> tuple[RowDim | int | UpTo, ...]:
+    return cast("tuple[RowDim | int | UpTo, ...]", tuple(dims))  # names are checked next
 
 
 def _check_dims(_: Any, __: Any, dims: tuple[Any, ...]) -> None:
@@ -57,7 +62,7 @@ class TensorSpec:
     """
 
     dims: tuple[RowDim | int | UpTo, ...] = attrs.field(
-        default=("tokens",), converter=tuple, validator=_check_dims
+        default=("tokens",), converter=_as_dims, validator=_check_dims
     )
     dtype: torch.dtype = attrs.field(default=torch.int64, kw_only=True)
     fill: float | int | bool | Literal["last"] = attrs.field(default=0, kw_only=True)
@@ -65,8 +70,16 @@ class TensorSpec:
     is_tree_leaf: ClassVar[bool] = True
 
     def __attrs_post_init__(self) -> None:
-        if self.fill == "last" and self.row_dim is None:
-            raise InputError("fill 'last' needs a row dimension", hint="Give a number as fill")
+        if self.fill == "last":
+            if self.row_dim is None:
+                raise InputError("fill 'last' needs a row dimension", hint="Give a number as fill")
+            return
+        try:
+            held = torch.full((), self.fill, dtype=self.dtype, device="cpu").item()
+        except (RuntimeError, TypeError) as error:
+            raise InputError(f"fill {self.fill!r} is no {self.dtype}: {error}") from error
+        if held != self.fill and not (self.dtype.is_floating_point or self.dtype.is_complex):
+            raise InputError(f"fill {self.fill!r} is no {self.dtype}: padded rows would hold {held!r}")
 
     @property
     def row_dim(self) -> RowDim | None:
@@ -125,6 +138,12 @@ class HostSpec:
                 f"a host value follows exactly one rule, found {rules}",
                 hint="Give one of values=, maximum= or update=True",
             )
+        try:
+            distinct = len(set(self.values)) == len(self.values)
+        except TypeError as error:
+            raise InputError(f"host values {self.values!r} must be hashable: {error}") from error
+        if not distinct:
+            raise InputError(f"host values {self.values!r} hold equal ones, which graphs cannot tell apart")
 
     @property
     def capture_values(self) -> tuple[Any, ...]:

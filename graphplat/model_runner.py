@@ -101,6 +101,13 @@ def check_model_runner(model_runner: ModelRunner) -> None:
                 f"found {type(value).__name__}",
                 hint="Set it in __init__",
             )
+    known = dict(model_runner.model.named_modules())
+    for name, _ in model_runner.forward_hooks:
+        if name not in known:
+            raise ContractError(
+                f"a forward hook is meant for submodule {name!r}, which the model does not have",
+                hint='Name a submodule as named_modules() does, or "" for the model itself',
+            )
     if type(model_runner.tokens_per_request) is not int or model_runner.tokens_per_request < 1:
         raise ContractError(
             f"tokens_per_request must be a positive integer, found {model_runner.tokens_per_request!r}"

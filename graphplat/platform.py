@@ -117,6 +117,10 @@ class Platform:
     def current_stream(self, device: torch.device) -> Any:
         """The calling thread's current stream on *device*; ``None`` where there are no streams."""
 
+    def stream_key(self, device: torch.device) -> Any:
+        """A cheap token of the current stream, compared at every step; ``None`` without streams."""
+        return self.current_stream(device)
+
     def new_stream(self, device: torch.device) -> Any:
         """A stream of its own on *device*, fit for capture."""
 
@@ -173,8 +177,11 @@ class Platform:
     def graph_pool(self) -> Any:
         """A new memory pool that graphs can share."""
 
-    def create_graph(self) -> DeviceGraph:
-        """A new, empty graph. Needs the capability ``graph_capture``."""
+    def create_graph(self, *, updatable: bool = False) -> DeviceGraph:
+        """A new, empty graph. Needs the capability ``graph_capture``.
+
+        *updatable*: its host values will be rewritten by :meth:`update_graph`.
+        """
         raise PlatformError("this platform cannot capture graphs", platform=self.name)
 
     def capture_begin(self, graph: DeviceGraph, *, pool: Any, stream: Any) -> None:
@@ -185,8 +192,12 @@ class Platform:
         """Finish *graph*, so that it can replay."""
         raise PlatformError("this platform cannot capture graphs", platform=self.name)
 
-    def abort_capture(self, graph: DeviceGraph, *, pool: Any, stream: Any) -> None:
-        """End a capture that failed, wherever it failed; the stream can capture again after."""
+    def abort_capture(self, graph: DeviceGraph, *, pool: Any, stream: Any) -> bool:
+        """End a capture that failed, wherever it failed; the stream can capture again after.
+
+        Returns whether *pool* can be captured into again; graphs in it live on either way.
+        """
+        raise PlatformError("this platform cannot capture graphs", platform=self.name)
 
     def release_pool(self, pool: Any) -> None:
         """Let go of *pool* after its last graph was reset."""
@@ -234,6 +245,11 @@ def check_contract(cls: type, contract: type) -> None:
 
 def _check_signature(cls: type, name: str, value: Any, expected: Any) -> None:
     if not inspect.isfunction(expected):
+        if inspect.isfunction(value):
+            raise ContractError(
+                f"{cls.__qualname__}.{name} must be a value, not a method",
+                hint=f"Assign {name}, or make it a property",
+            )
         return
     if not callable(value) and not isinstance(value, (staticmethod, classmethod)):
         raise ContractError(f"{cls.__qualname__}.{name} must be a method", hint=f"Define it as {name}(...)")
