@@ -53,8 +53,13 @@ def resolve_ladder(phase: Phase, buckets: Sequence[int] | None, maximum: int | N
 
 def fit(ladder: Sequence[int], size: int) -> int | None:
     """The smallest bucket of ascending *ladder* that holds *size*, or ``None``."""
-    index = bisect.bisect_left(ladder, size)
-    return ladder[index] if index < len(ladder) else None
+    place = index(ladder, size)
+    return ladder[place] if place < len(ladder) else None
+
+
+def index(ladder: Sequence[int], size: int) -> int:
+    """Where the buckets that hold *size* begin in ascending *ladder*."""
+    return bisect.bisect_left(ladder, size)
 
 
 def thin(ladder: Sequence[int], limit: int) -> tuple[int, ...]:

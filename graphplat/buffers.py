@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import torch
@@ -20,6 +20,7 @@ from graphplat.inputs import InputSpec, TensorSpec
 if TYPE_CHECKING:
     from graphplat.keys import ShapeKey
     from graphplat.platform import Platform
+    from graphplat.staging import Staging
 
 _ALIGN = 64
 """Bytes; keeps every field fit for vectorised loads."""
@@ -50,13 +51,22 @@ class StaticArena:
     lock: threading.RLock = attrs.field(factory=threading.RLock)
     owner: BoundInputs | None = None
     """The layout that wrote last; any other finds foreign bytes in its padded rows."""
+    start: int = 0
+    """Address of the first byte held."""
+    stop: int = 0
     _bytes: torch.Tensor | None = None
     _last_stream: Any = None
+    _stream_key: Any = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         return 0 if self._bytes is None else self._bytes.numel()
+
+    @property
+    def writes(self) -> int:
+        """Counts operators that wrote here; the counter is torch's own, of every tensor."""
+        return 0 if self._bytes is None else self._bytes._version
 
     def reserve(self, nbytes: int) -> None:
         """Hold at least *nbytes*. Layouts already handed out keep their old memory."""
@@ -64,27 +74,30 @@ class StaticArena:
             # Static buffers are written both inside and outside inference mode.
             with torch.inference_mode(False):
                 self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            self.device = self._bytes.device  # with its index, which "current device" lacks
+            self.start = self._bytes.data_ptr()
+            self.stop = self.start + nbytes
             self.owner = None
 
     def carve(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The tensor of *shape* at byte *offset*."""
         if self._bytes is None:
             self.reserve(_ALIGN)
-        assert self._bytes is not None
         size = dtype.itemsize
         for dim in shape:
             size *= dim
         with torch.inference_mode(False):
-            return self._bytes[offset : offset + size].view(dtype).view(shape)
+            return cast(torch.Tensor, self._bytes)[offset : offset + size].view(dtype).view(shape)
 
     def enter_stream(self) -> None:
         """Order this step after the last one if that ran on another stream."""
-        stream = self.platform.current_stream(self.device)
-        if stream is None:
+        key = self.platform.stream_key(self.device)
+        if key == self._stream_key:
             return
-        if self._last_stream is not None and stream != self._last_stream:
+        stream = self.platform.current_stream(self.device)
+        if self._last_stream is not None:
             self.platform.wait_stream(stream, self._last_stream)
-        self._last_stream = stream
+        self._last_stream, self._stream_key = stream, key
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether *tensor* lies in this arena."""
@@ -103,6 +116,8 @@ class _Field:
     static: torch.Tensor
     extent: tuple[int, ...] = ()
     """The shape last written; what lies outside it holds the fill value."""
+    nbytes: int = 0
+    """Bytes in the layout, padding included."""
 
 
 @attrs.define(eq=False)
@@ -120,6 +135,13 @@ class BoundInputs:
     arena: StaticArena
     key: ShapeKey
     fields: list[_Field]
+    packed: torch.Tensor
+    """The layout's bytes as they lie in the arena."""
+    rows: tuple[int, int] | None = None
+    """Requests and tokens last written, where every field was written to that extent."""
+    staging: Staging | None = None
+    volatile: bool = False
+    """The forward writes to its inputs, so that padded rows must be reset at every step."""
     _plans: dict[tuple[int, int], _Plan] = attrs.field(factory=dict)
 
     def views(self) -> dict[str, torch.Tensor]:
@@ -131,34 +153,62 @@ class BoundInputs:
         plan = self._plan(requests, tokens)
         return {field.path: target for field, target in zip(self.fields, plan.targets, strict=True)}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layout."""
+        return self.packed.numel()
+
+    def reset_outside(self, requests: int, tokens: int) -> None:
+        """Make every row beyond *requests* and *tokens* hold its fill value, writing only where needed."""
+        rows = self.rows
+        foreign = self.arena.owner is not self or self.volatile
+        if not foreign and rows is not None and rows[0] <= requests and rows[1] <= tokens:
+            self.rows = (requests, tokens)
+            return
+        self.arena.owner = None  # until all is written, also if that is cut short
+        for field, shape in zip(self.fields, self._plan(requests, tokens).shapes, strict=True):
+            if rows is not None and not foreign:
+                field.extent = field.spec.shape(*rows)
+            self._reset_outside(field, tuple(shape), foreign=foreign)
+        self.rows = (requests, tokens)
+        self.arena.owner = self
+
     def fill(self) -> None:
         """Reset every row to its fill value."""
         for field in self.fields:
             field.static.fill_(0 if field.fill == "last" else field.fill)
             field.extent = tuple(0 for _ in field.static.shape)
         self.arena.owner = self
+        self.rows = None
 
     def load(self, leaves: Mapping[str, Any], requests: int, tokens: int) -> None:
         """Copy checked *leaves* in and reset what lies beyond them."""
-        foreign = self.arena.owner is not self
-        self.arena.owner = self
+        foreign = self.arena.owner is not self or self.volatile
+        self.arena.owner = None  # until all is written, also if that is cut short
+        if self.rows is not None:
+            for field in self.fields:
+                field.extent = field.spec.shape(*self.rows)
+            self.rows = None
         plan = self._plan(requests, tokens)
-        targets, sources = [], []
-        for field, target, shape in zip(self.fields, plan.targets, plan.shapes, strict=True):
+        targets, sources, extents = [], [], []
+        for field, whole, shape in zip(self.fields, plan.targets, plan.shapes, strict=True):
             source = leaves[field.path]
-            if source.shape != shape:  # narrower in a varying dimension
-                target = _corner(field.static, source.shape)
+            narrower = source.shape != shape  # in a varying dimension
+            target = _corner(field.static, source.shape) if narrower else whole
             extent = tuple(source.shape)
             if source is not target and not _same_memory(source, target):
                 if self.arena.contains(source):
                     source = source.clone()  # overlapping copies are undefined
                 targets.append(target)
                 sources.append(source)
+            extents.append(extent)
+        for field, extent in zip(self.fields, extents, strict=True):
             self._reset_outside(field, extent, foreign=foreign)
         _copy_all(targets, sources)
         for field in self.fields:
             if field.fill == "last":
                 _repeat_last(field.static, field.extent[0])
+        self.arena.owner = self
 
     def _reset_outside(self, field: _Field, extent: tuple[int, ...], *, foreign: bool) -> None:
         if foreign or any(old > new for old, new in zip(field.extent, extent, strict=True)):
@@ -193,9 +243,11 @@ def bind_inputs(spec: InputSpec, key: ShapeKey, arena: StaticArena) -> BoundInpu
     for path, tensor in present_tensors(spec, key).items():
         shape = tensor.shape(key.requests, key.tokens)
         fill = tensor.fill if tensor.fill == "last" else arena.platform.padding_fill(path, tensor.fill)
-        fields.append(_Field(path, tensor, fill, arena.carve(offset, shape, tensor.dtype)))
-        offset += _field_bytes(shape, tensor.dtype)
-    bound = BoundInputs(arena, key, fields)
+        size = _field_bytes(shape, tensor.dtype)
+        static = arena.carve(offset, shape, tensor.dtype)
+        fields.append(_Field(path, tensor, fill, static, nbytes=size))
+        offset += size
+    bound = BoundInputs(arena, key, fields, arena.carve(0, (offset,), torch.uint8))
     bound.fill()
     return bound
 
@@ -221,6 +273,8 @@ def check_tensor(path: str, spec: TensorSpec, value: Any, requests: int, tokens:
         raise InputError(
             f"expected {spec.dtype}, found {value.dtype}", field=path, hint="Convert it before the step"
         )
+    if value.layout is not torch.strided or value.is_nested:
+        raise InputError(f"expected a dense tensor, found layout {value.layout}", field=path)
     wanted, found = spec.shape(requests, tokens), tuple(value.shape)
     if len(wanted) != len(found):
         raise InputError(f"expected shape {_describe(spec, wanted)}, found {found}", field=path)

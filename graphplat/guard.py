@@ -55,7 +55,9 @@ def user_frame(error: BaseException) -> str | None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether *error* or anything it was raised from is a device's out-of-memory error."""
     seen: BaseException | None = error
-    while seen is not None:
+    met: list[BaseException] = []
+    while seen is not None and seen not in met:
+        met.append(seen)
         if isinstance(seen, (torch.OutOfMemoryError, MemoryError)):
             return True
         seen = seen.__cause__ or seen.__context__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -23,7 +23,8 @@ def infer_row_axes(runs: Sequence[tuple[tuple[int, int], Any]]) -> dict[str, Row
 
     An axis counts requests, or tokens, if it has their number in every run.
     Comparing several runs tells a batch axis from a feature axis that happens to
-    have a batch's size. Raises :class:`CaptureError` if the structure differs.
+    have a batch's size. Raises :class:`CaptureError` for whatever else differs from run to
+    run: the structure, a host value, any other axis. A replay would repeat that of the bucket.
     """
     rows = [counts for counts, _ in runs]
     leaves = [dict(tree.walk(output)) for _, output in runs]
@@ -37,25 +38,61 @@ def infer_row_axes(runs: Sequence[tuple[tuple[int, int], Any]]) -> dict[str, Row
     for path in leaves[0]:
         found = [leaf[path] for leaf in leaves]
         if all(isinstance(leaf, torch.Tensor) for leaf in found):
-            axis = _row_axis([tuple(leaf.shape) for leaf in found], rows)
+            axis = _row_axis(path, [tuple(leaf.shape) for leaf in found], rows)
             if axis is not None:
                 axes[path] = axis
+        else:
+            _check_constant(path, found)
     return axes
 
 
-def _row_axis(shapes: list[tuple[int, ...]], rows: list[tuple[int, int]]) -> RowAxis | None:
+def _row_axis(path: str, shapes: list[tuple[int, ...]], rows: list[tuple[int, int]]) -> RowAxis | None:
     if len({len(shape) for shape in shapes}) != 1:
-        return None
+        raise _unstable(path, f"has shapes {shapes}")
     requests, tokens = [r for r, _ in rows], [t for _, t in rows]
-    for axis in range(len(shapes[0])):
-        sizes = [shape[axis] for shape in shapes]
-        if len(set(sizes)) == 1:
-            continue  # a feature axis, or one row in every bucket
-        if sizes == requests:
-            return axis, "requests"
-        if sizes == tokens:
-            return axis, "tokens"
-    return None
+    varying = [axis for axis, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
+    if not varying:
+        return None  # features only, or one row in every bucket
+    sizes = [shape[varying[0]] for shape in shapes]
+    if len(varying) > 1 or sizes not in (requests, tokens):
+        raise _unstable(path, f"has shapes {shapes} for requests {requests} and tokens {tokens}")
+    return varying[0], "requests" if sizes == requests else "tokens"
+
+
+def _check_constant(path: str, found: list[Any]) -> None:
+    """Raise for a host value of the output that a graph would freeze; other objects are not compared."""
+    plain = (int, float, complex, str, bytes, type(None), torch.Tensor)
+    first = found[0]
+    for other in found[1:]:
+        if not (isinstance(first, plain) or isinstance(other, plain)):
+            continue
+        same = type(other) is type(first)
+        if same and not isinstance(other, torch.Tensor):
+            same = bool(other == first or repr(other) == repr(first))
+        if not same:
+            raise _unstable(path, f"is {first!r}, then {other!r}")
+
+
+def _unstable(path: str, what: str) -> CaptureError:
+    return CaptureError(
+        f"output {path or 'of the forward'} depends on the batch size in a way that a graph cannot repeat: "
+        f"it {what}",
+        field=path or None,
+        hint="Return tensors with one axis of request or token rows; compute the rest from the real batch",
+    )
+
+
+def shared_leaves(runs: Sequence[tuple[tuple[int, int], Any]]) -> frozenset[str]:
+    """The output leaves that lie in memory of the runtime's own.
+
+    *runs* are still held, so two of them have the same storage only if the forward keeps it.
+    """
+    found: dict[str, set[int]] = {}
+    for _, output in runs:
+        for path, leaf in tree.walk(output):
+            if isinstance(leaf, torch.Tensor) and leaf.numel():
+                found.setdefault(path, set()).add(leaf.untyped_storage().data_ptr())
+    return frozenset(path for path, storages in found.items() if len(storages) < len(runs))
 
 
 @attrs.define(eq=False)
@@ -80,12 +117,13 @@ class GraphSharedOutput:
         """Bytes of the buffers now shared."""
         return sum(store.numel() * store.element_size() for store in self._stores.values())
 
-    def place(self, output: Any, axes: Mapping[str, RowAxis], persistent: set[int]) -> Any:
+    def place(self, output: Any, axes: Mapping[str, RowAxis], persistent: Callable[[str, Any], bool]) -> Any:
         """*output* with its row leaves moved into the shared buffers.
 
-        Called inside a capture. *persistent* holds the data pointers of tensors that
-        live outside the graph; those are copied, never adopted.
+        Called inside a capture. *persistent* tells which leaves live outside the graph;
+        those are copied, never adopted.
         """
+        taken = {store.data_ptr() for store in self._stores.values()}
 
         def move(path: str, leaf: Any) -> Any:
             if path not in axes or not isinstance(leaf, torch.Tensor):
@@ -93,10 +131,12 @@ class GraphSharedOutput:
             store = self._stores.get((path, leaf.dtype))
             if store is not None and store.numel() >= leaf.numel():
                 target = store[: leaf.numel()].view(leaf.shape)
-                target.copy_(leaf)
+                with torch.inference_mode():  # the one mode that may write to either kind of tensor
+                    target.copy_(leaf)
                 return target
-            if not _owns_memory(leaf) or leaf.data_ptr() in persistent:
+            if not _owns_memory(leaf) or leaf.data_ptr() in taken or persistent(path, leaf):
                 leaf = leaf.clone(memory_format=torch.contiguous_format)
+            taken.add(leaf.data_ptr())
             self._stores[(path, leaf.dtype)] = leaf.view(-1)
             return leaf
 

@@ -47,10 +47,10 @@ class BaseRunner(abc.ABC):
         """Whether :meth:`execute` would replay a graph."""
         return self.explain(batch).is_graph
 
-    def capture(self) -> None:
+    def capture(self) -> None:  # noqa: B027 - an eager runner has nothing to record
         """Record this runner's graphs; nothing to do for an eager runner."""
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - nor anything to destroy
         """Destroy this runner's graphs; steps run eagerly until :meth:`recapture`."""
 
     def recapture(self) -> None:
@@ -116,7 +116,10 @@ class BatchChecker:
             raise InputError(f"{requests} requests cannot have {tokens} tokens", field="num_tokens")
 
     def _leaves(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        if self.spec.is_flat and inputs.keys() == self._names and None not in inputs.values():
+        if not isinstance(inputs, dict):
+            raise InputError(f"expected a dict of inputs, found {type(inputs).__name__}", field="inputs")
+        # No "None in values": comparing a tensor with None runs an operator.
+        if self.spec.is_flat and inputs.keys() == self._names and not any(v is None for v in inputs.values()):
             return inputs
         return self.spec.read(inputs)
 

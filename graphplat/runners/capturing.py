@@ -9,14 +9,17 @@ import attrs
 
 from graphplat import buckets as ladders
 from graphplat import guard
-from graphplat.errors import CaptureError
+from graphplat.errors import CaptureError, PlatformError
 from graphplat.hookspecs import CaptureProgress
 from graphplat.report import Reason, ShapeReport
+from graphplat.runners import deciding
 
 if TYPE_CHECKING:
     import torch
 
+    from graphplat.backends import CapturedShape
     from graphplat.batch import ForwardBatch
+    from graphplat.buffers import BoundInputs
     from graphplat.keys import ShapeKey
     from graphplat.runners.graph import GraphRunner
 
@@ -26,47 +29,52 @@ class CapturePlan:
     """The shapes of one runner, largest first."""
 
     keys: list[ShapeKey]
+    dropped: list[ShapeKey]
+    """Shapes for which there are too few graphs."""
+    why: str = ""
 
     @classmethod
     def make(cls, runner: GraphRunner) -> CapturePlan:
         """Plan every bucket and family, thinned where the number of graphs is limited."""
-        families = list(runner.families())
-        ladder = _limited(runner, len(families))
-        keys = [
-            runner.eager_runner.make_key(runner.phase, size, variant, present, host)
-            for size in reversed(ladder)
-            for variant, present, host in families
-        ]
-        return cls(keys)
+        families = list(deciding.families(runner))
+        if not families:
+            runner.context.skip(runner.phase, Reason.HOST_VALUE, deciding.cannot_update(runner) or "")
+            return cls([], [])
+        keys = {
+            size: [
+                runner.eager_runner.make_key(runner.phase, size, variant, present, host)
+                for variant, present, host in families
+            ]
+            for size in reversed(runner.ladder)
+        }
+        limit = _limit(runner)
+        kept = runner.ladder if limit is None else ladders.thin(runner.ladder, limit // len(families))
+        dropped = [size for size in runner.ladder if size not in kept]
+        why = f"at most {limit} graphs for {len(families)} families: buckets {dropped} were dropped"
+        if dropped:
+            runner.context.skip(runner.phase, Reason.GRAPH_LIMIT, why)
+        return cls(
+            [key for size in keys if size in kept for key in keys[size]],
+            [key for size in dropped for key in keys[size]],
+            why,
+        )
 
 
-def _limited(runner: GraphRunner, families: int) -> tuple[int, ...]:
-    """The ladder that fits the graph limits of platform and settings; drops are reported."""
-    ladder = runner.ladder
+def _limit(runner: GraphRunner) -> int | None:
+    """Shapes that platform and settings leave room for, if either sets a limit."""
     limits = []
     if runner.config.max_graphs is not None and runner.config.capture == "startup":
         limits.append(runner.config.max_graphs)
     device_limit = runner.platform.capabilities.max_graphs
     if device_limit is not None:
         limits.append((device_limit - runner.context.live_graphs) // runner.backend.graphs_per_shape())
-    if not limits:
-        return ladder
-    kept = ladders.thin(ladder, min(limits) // families)
-    dropped = [size for size in ladder if size not in kept]
-    if dropped:
-        runner.context.skip(
-            runner.phase,
-            Reason.GRAPH_LIMIT,
-            f"at most {min(limits)} graphs for {families} families: buckets {dropped} were dropped",
-        )
-    return kept
+    return max(min(limits), 0) if limits else None
 
 
 def capture_shapes(runner: GraphRunner, keys: list[ShapeKey]) -> None:
     """Record *keys* in order, inside one session with the plugins' participants."""
     context = runner.context
-    for key in keys:
-        runner.eager_runner.row_axes(key)  # small eager runs; not possible inside a recording
+    finished = False
     with contextlib.ExitStack() as stack:
         if context.hooks is not None:
             for participant in context.hooks.capture_participants(
@@ -79,31 +87,71 @@ def capture_shapes(runner: GraphRunner, keys: list[ShapeKey]) -> None:
         for done, key in enumerate(keys):
             _capture_key(runner, key, len(keys), done)
         _report(runner, "end", len(keys), len(keys))
+        finished = True
+    if not finished:
+        raise CaptureError(
+            "a capture participant suppressed the error that ended the capture",
+            platform=runner.platform.name,
+            phase=runner.phase,
+            hint="Its __exit__ must not return True",
+        )
 
 
 def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> None:
-    from graphplat.runners.graph import Entry
-
     spent = sum(shape.bytes or 0 for shape in runner.backend.captured.values())
     budget = runner.config.memory_budget_gb
     if budget is not None and spent >= budget * 2**30:
         _miss(runner, key, Reason.MEMORY_BUDGET, f"{spent} bytes spent of {budget} GiB")
         return
-    inputs = runner.bind(key)
-    batch = runner.context.dummy_batch(key, inputs.views())
-    before = batch.tensors()
-    runner.model_runner.prepare_capture_batch(batch)
-    installed = installed_tensors(before, batch)
     try:
-        captured = runner.backend.capture_one(
-            key,
-            lambda: runner.model_runner.forward(batch),
-            capture_inputs=installed or None,
-            post_warmup_hook=runner.model_runner.post_warmup,
-        )
+        inputs, captured = _capture(runner, key)
     except CaptureError as error:
         _handle_failure(runner, key, error, total, done)
         return
+    if budget is not None and spent + _known_bytes(runner, captured) > budget * 2**30:
+        runner.backend.drop(key)
+        over = f"{captured.bytes} bytes on top of {spent} exceed {budget} GiB"
+        _miss(runner, key, Reason.MEMORY_BUDGET, over)
+        _report(runner, "skipped", total, done + 1, key=key, detail=over)
+        return
+    _admit(runner, key, inputs, captured)
+    _report(runner, "captured", total, done + 1, key=key, seconds=captured.seconds)
+
+
+def _capture(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, CapturedShape]:
+    try:
+        runner.eager_runner.row_axes(key)  # small eager runs; not possible inside a recording
+        inputs = runner.bind(key)
+        batch = runner.context.dummy_batch(key, inputs.views())
+        before = batch.tensors()
+        runner.model_runner.prepare_capture_batch(batch)
+    except Exception as error:
+        raise runner.backend._error(CaptureError, "the capture could not be prepared", key, error) from error
+    writes = runner.context.arena.writes
+    captured = runner.backend.capture_one(
+        key,
+        lambda: runner.eager_runner.forward(batch),
+        capture_inputs=installed_tensors(before, batch) or None,
+        post_warmup_hook=runner.model_runner.post_warmup,
+    )
+    inputs.volatile = runner.context.arena.writes != writes
+    return inputs, captured
+
+
+def _known_bytes(runner: GraphRunner, captured: CapturedShape) -> int:
+    if captured.bytes is None:
+        raise PlatformError(
+            "memory_budget_gb is set, but this platform cannot say what a graph takes",
+            platform=runner.platform.name,
+            phase=runner.phase,
+            hint="Leave memory_budget_gb out, or limit max_graphs",
+        )
+    return captured.bytes
+
+
+def _admit(runner: GraphRunner, key: ShapeKey, inputs: BoundInputs, captured: CapturedShape) -> None:
+    from graphplat.runners.graph import Entry
+
     runner.entries[key] = Entry(key, inputs, captured.output)
     runner.missing.pop(key, None)
     report = ShapeReport(
@@ -118,7 +166,6 @@ def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> N
         note=captured.note,
     )
     runner.context.shapes.append(report)
-    _report(runner, "captured", total, done + 1, key=key, seconds=captured.seconds)
 
 
 def _handle_failure(runner: GraphRunner, key: ShapeKey, error: CaptureError, total: int, done: int) -> None:

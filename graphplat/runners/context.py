@@ -15,7 +15,6 @@ from graphplat.inputs import InputSpec
 from graphplat.outputs import GraphSharedOutput, RowAxis
 from graphplat.peers import PeerAgreement
 from graphplat.report import Reason, ShapeReport, SkipReport
-from graphplat.weights import WeightWatch
 
 if TYPE_CHECKING:
     from graphplat.backends.base import CaptureBackend
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from graphplat.model_runner import ModelRunner
     from graphplat.platform import Platform
     from graphplat.registry import PlatformHooks
-    from graphplat.runners.graph import GraphRunner
 
 
 @attrs.define(eq=False)
@@ -35,7 +33,7 @@ class ForwardHooks:
     registered: bool = False
 
     def register(self) -> None:
-        """Put every hook on; names no module, or none: ``AttributeError`` from torch, nothing is on."""
+        """Put every hook on, or none: ``AttributeError`` where the model lost the named submodule."""
         model = self.model_runner.model
         found = [(model.get_submodule(name), hook) for name, hook in self.model_runner.forward_hooks]
         self._handles = [module.register_forward_hook(hook) for module, hook in found]
@@ -49,6 +47,7 @@ class ForwardHooks:
             return
         for handle in self._handles:
             handle.remove()
+        self.registered = False  # a suspension inside this one must not put them back on
         try:
             yield
         finally:
@@ -62,16 +61,15 @@ class RunnerContext:
     platform: Platform
     model_runner: ModelRunner
     arena: StaticArena
-    watch: WeightWatch
     forward_hooks: ForwardHooks
     shared_output: GraphSharedOutput
     hooks: PlatformHooks | None = None
     peers: PeerAgreement | None = None
     shapes: list[ShapeReport] = attrs.field(factory=list)
     skipped: list[SkipReport] = attrs.field(factory=list)
-    axes: dict[Any, dict[str, RowAxis]] = attrs.field(factory=dict)
+    axes: dict[Any, tuple[dict[str, RowAxis], frozenset[str]]] = attrs.field(factory=dict)
+    """Per family: the row axes of its outputs, and the outputs in memory of the runtime's own."""
     backends: list[CaptureBackend] = attrs.field(factory=list)
-    graph_runners: list[GraphRunner] = attrs.field(factory=list)
     symmetric_memory: Any = None
     _specs: dict[Phase, InputSpec] = attrs.field(factory=dict)
     _stream: Any = None
@@ -85,7 +83,6 @@ class RunnerContext:
             platform,
             model_runner,
             StaticArena(platform, model_runner.device),
-            WeightWatch(model_runner.model, model_runner.extra_tensors),
             ForwardHooks(model_runner),
             GraphSharedOutput.create_for_model_runner(model_runner),
             peers=None if group is None else PeerAgreement(group),
@@ -109,6 +106,10 @@ class RunnerContext:
         if self._pool is None and self.platform.capabilities.shared_pool:
             self._pool = self.platform.graph_pool()
         return self._pool
+
+    def renew_pool(self) -> None:
+        """Capture into a new pool from now on; graphs in the old one keep it alive."""
+        self._pool = None
 
     @property
     def live_graphs(self) -> int:
@@ -140,14 +141,18 @@ class RunnerContext:
                 leaves[path] = [rule.fill] * rule.rows(key.requests, key.tokens)
             else:
                 leaves[path] = host[path]
-        batch = ForwardBatch(
+        return ForwardBatch(
             phase=key.phase,
             num_requests=key.requests,
             num_tokens=key.tokens,
             inputs=spec.build(leaves),
             variant=key.variant,
         )
-        return batch
+
+    def forget(self, phase: Phase) -> None:
+        """Drop what was noted about *phase*, whose graphs are gone."""
+        self.shapes = [shape for shape in self.shapes if shape.key.phase is not phase]
+        self.skipped = [skip for skip in self.skipped if skip.phase is not phase]
 
     def skip(self, phase: Phase, reason: Reason, detail: str, key: ShapeKey | None = None) -> None:
         """Note something that was asked for and has no graph."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphplat import tree
+from graphplat import breaks, guard, tree
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.buffers import bind_inputs, layout_bytes
 from graphplat.keys import ShapeKey
-from graphplat.outputs import RowAxis, infer_row_axes
+from graphplat.outputs import RowAxis, infer_row_axes, shared_leaves
 from graphplat.report import Decision, Reason, RunnerStats
 from graphplat.runners.base import BaseRunner, BatchChecker
 from graphplat.runners.context import RunnerContext
@@ -53,8 +54,13 @@ class EagerRunner(BaseRunner):
             batch = _moved(batch, device)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.context.model_runner.forward(batch)
-        return self.context.model_runner.forward(batch)
+                return self.forward(batch)
+        return self.forward(batch)
+
+    def forward(self, batch: ForwardBatch) -> Any:
+        """The model runner's forward, with *batch* as the live one."""
+        with breaks.running(batch):
+            return self.context.model_runner.forward(batch)
 
     def checker(self, phase: Phase) -> BatchChecker:
         """What checks batches of *phase*."""
@@ -71,7 +77,12 @@ class EagerRunner(BaseRunner):
         if keys:
             self.context.arena.reserve(max(layout_bytes(self.context.spec(key.phase), key) for key in keys))
         for key in keys:
-            self._run_dummy(key)
+            try:
+                self._run_dummy(key)
+            except Exception as error:
+                if not guard.is_out_of_memory(error):
+                    raise
+                self.context.skip(key.phase, Reason.OUT_OF_MEMORY, f"warm-up: {error}", key)
 
     def largest_key(self, phase: Phase) -> ShapeKey | None:
         """The key of the largest bucket of *phase* with every optional input, or ``None``."""
@@ -111,6 +122,13 @@ class EagerRunner(BaseRunner):
 
     def row_axes(self, key: ShapeKey) -> dict[str, RowAxis]:
         """The row axes of the outputs of *key*'s family, found once by a few small eager runs."""
+        return self._outputs(key)[0]
+
+    def shared_leaves(self, key: ShapeKey) -> frozenset[str]:
+        """The outputs of *key*'s family that lie in memory of the runtime's own."""
+        return self._outputs(key)[1]
+
+    def _outputs(self, key: ShapeKey) -> tuple[dict[str, RowAxis], frozenset[str]]:
         family = (key.phase, key.variant, key.present, key.host)
         if family not in self.context.axes:
             runs = []
@@ -119,18 +137,24 @@ class EagerRunner(BaseRunner):
                     key.phase, size, key.variant, frozenset(key.present), key.host, requests=requests
                 )
                 runs.append(((probe.requests, probe.tokens), self._run_dummy(probe)))
-            self.context.axes[family] = infer_row_axes(runs)
+            self.context.axes[family] = infer_row_axes(runs), shared_leaves(runs)
         return self.context.axes[family]
 
     def _probe_sizes(self, key: ShapeKey) -> list[tuple[int, int]]:
-        """Sizes that tell requests, tokens and features apart, within what the runtime holds."""
+        """Sizes that tell requests, tokens and features apart, within what the runtime holds.
+
+        They follow the largest bucket, whichever is captured first: all buckets share the answer.
+        """
+        settings = self.context.model_runner.graph_config.phase(key.phase)
+        size = max(key.size, *settings.ladder(key.phase))
         if key.phase is Phase.DECODE:
-            most = min(3, key.size)
+            most = min(3, size)
             return [(most, most), (max(1, most - 1), max(1, most - 1))]
-        if key.size >= 7 and key.requests >= 3:
+        requests = min(settings.max_requests, size)
+        if size >= 7 and requests >= 3:
             return [(3, 7), (2, 5)]
-        few = min(2, key.requests, key.size)
-        return [(few, key.size), (1, max(1, key.size - 1)), (1, key.size)]
+        few = min(2, requests, size)
+        return [(few, size), (1, max(1, size - 1)), (1, size)]
 
     def _run_dummy(self, key: ShapeKey) -> Any:
         context = self.context
@@ -138,7 +162,7 @@ class EagerRunner(BaseRunner):
         batch = context.dummy_batch(key, bound.views())
         context.model_runner.prepare_capture_batch(batch)
         with torch.no_grad(), context.forward_hooks.suspended():
-            output = context.model_runner.forward(batch)
+            output = self.forward(batch)
         context.model_runner.post_warmup()
         return output
 
@@ -152,13 +176,6 @@ def _moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     moved: dict[str, Any] = tree.map_leaves(
         lambda _, leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch.inputs
     )
-    return ForwardBatch(
-        phase=batch.phase,
-        num_requests=batch.num_requests,
-        num_tokens=batch.num_tokens,
-        inputs=moved,
-        variant=batch.variant,
-        global_num_tokens_gpu=batch.global_num_tokens_gpu,
-        global_dp_buffer_len=batch.global_dp_buffer_len,
-        capture_only=batch.capture_only,
-    )
+    clone = copy.copy(batch)  # a runtime's own subclass stays one
+    clone.inputs = moved
+    return clone

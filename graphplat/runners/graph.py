@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import torch
 
 from graphplat import buckets as ladders
+from graphplat import tree
 from graphplat.backends import make_backend
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.buffers import BoundInputs, bind_inputs
-from graphplat.errors import InputError, ReplayError, WeightsMovedError
+from graphplat.errors import InputError, ReplayError
 from graphplat.outputs import GraphOutput, copy_output
 from graphplat.report import Decision, Reason, RunnerStats
+from graphplat.runners import deciding
 from graphplat.runners.base import BaseRunner, CheckedBatch
 from graphplat.runners.capturing import CapturePlan, capture_shapes
+from graphplat.runners.steps import StepPlan
+from graphplat.weights import WeightWatch
 
 if TYPE_CHECKING:
     from graphplat.config import PhaseConfig
@@ -25,9 +28,6 @@ if TYPE_CHECKING:
     from graphplat.model_runner import ModelRunner
     from graphplat.platform import Platform
     from graphplat.runners.eager import EagerRunner
-
-_Host = tuple[tuple[str, Any], ...]
-_Family = tuple[str | None, frozenset[str], _Host]
 
 
 @attrs.define(eq=False)
@@ -58,14 +58,17 @@ class GraphRunner(BaseRunner):
         self.checker = eager_runner.checker(self.phase)
         self.spec = self.context.spec(self.phase)
         self.ladder = self.config.ladder(self.phase)
-        self.backend = make_backend(self.config, self.context, self.place)
+        self.update_paths = tuple(path for path, rule in self.spec.hosts.items() if rule.update)
+        self.backend = make_backend(self.config, self.context, self.place, updatable=bool(self.update_paths))
         self.entries: dict[ShapeKey, Entry] = {}
         self.missing: dict[ShapeKey, tuple[Reason, str]] = {}
-        self.context.graph_runners.append(self)
-        self._keys: dict[tuple[int, _Family], ShapeKey] = {}
-        self._released = True
-        self._update_paths = tuple(path for path, rule in self.spec.hosts.items() if rule.update)
-        self._fixed_hosts = tuple(path for path, rule in self.spec.hosts.items() if not rule.update)
+        self.watch = WeightWatch(model_runner)
+        self.keys: dict[tuple[int, deciding.Family], ShapeKey] = {}
+        self._plans: dict[tuple[int, int, str | None], StepPlan] = {}
+        self._watched = self.config.weights != "off"
+        self._view = self.config.outputs == "view"
+        self.released = True
+        self.fixed_hosts = tuple(path for path, rule in self.spec.hosts.items() if not rule.update)
 
     # What a phase defines
 
@@ -76,6 +79,11 @@ class GraphRunner(BaseRunner):
     def refuse(self, batch: ForwardBatch, bucket: int) -> Decision | None:
         """A phase's own reason not to run *batch* in *bucket*, if any."""
         del batch, bucket
+        return None
+
+    def refuse_bucket(self, size: int, bucket: int) -> Decision | None:
+        """A phase's limit on padding, checked again when a larger bucket must step in."""
+        del size, bucket
         return None
 
     # Public
@@ -108,29 +116,71 @@ class GraphRunner(BaseRunner):
             f"no captured bucket holds {size}", phase=self.phase, hint=f"Captured: {list(self.buckets)}"
         )
 
+    def device_graphs(self) -> dict[ShapeKey, Sequence[Any]]:
+        """The platform's graph objects by shape, in capture order."""
+        return {key: self.backend.device_graphs(key) for key in self.entries}
+
     def explain(self, batch: ForwardBatch) -> Decision:
         """What :meth:`execute` would do with *batch* on this rank alone."""
         checked = self.checker.check(batch)
-        decision = self._decide(batch, checked, self.size_of(batch))
-        if decision.is_graph and self.config.weights == "eager" and (moved := self.context.watch.moved()):
+        decision = deciding.decide(self, batch, checked, self.size_of(batch))
+        if decision.is_graph and self.config.weights == "eager" and (moved := self.watch.moved()):
             return Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
         return decision
 
     def execute(self, batch: ForwardBatch) -> Any:
         """Replay the graph that holds *batch*, or run eagerly; either is counted in ``stats``."""
-        with self.context.arena.lock:
-            peers = self.context.peers
-            if peers is None:
-                checked = self.checker.check(batch)
-                decision = self._decide(batch, checked, self.size_of(batch))
-            else:
-                checked, decision = self._decide_with_peers(batch)
-            if decision.key is not None:
-                decision = self._check_weights(decision)
-            self.stats.last = decision
-            if decision.key is None:
-                return self._run_eagerly(batch, checked, decision)
-            return self._replay(decision.key, batch, checked)
+        context = self.context
+        with context.arena.lock:
+            plan = self._plans.get((batch.num_requests, batch.num_tokens, batch.variant))
+            if plan is None or batch.phase is not self.phase or (self._watched and self.watch.moved()):
+                return self._execute_checked(batch)
+            context.arena.enter_stream()
+            if not plan.load(batch.inputs):
+                return self._execute_checked(batch)
+            try:
+                plan.launch(batch)
+            except Exception as error:
+                raise self.backend.replay_error(plan.entry.key, error) from error
+            self._count(plan.decision, plan.size)
+            return self._result(plan.output)
+
+    def _execute_checked(self, batch: ForwardBatch) -> Any:
+        """The full way: check everything, decide, and remember how for the next such step."""
+        if self.context.peers is None:
+            checked = self.checker.check(batch)
+            decision = deciding.decide(self, batch, checked, self.size_of(batch))
+        else:
+            checked, decision = deciding.decide_with_peers(self, batch)
+        if decision.key is not None:
+            decision = deciding.check_weights(self, decision)
+        if decision.key is None:
+            return self._run_eagerly(batch, checked, decision)
+        return self._replay(decision.key, batch, checked)
+
+    def _plan_step(self, entry: Entry, decision: Decision, batch: ForwardBatch) -> None:
+        """Remember the short way for batches of exactly this size."""
+        if self.context.peers is not None or not self.spec.is_flat or self.spec.hosts:
+            return
+        if self.config.max_graphs is not None:
+            return  # the full way keeps count of which graph was used last
+        if len(self._plans) >= 1024:  # bounds the cache where token counts vary widely
+            self._plans.clear()
+        where = (batch.num_requests, batch.num_tokens, batch.variant)
+        if where not in self._plans:
+            launch = self.backend.launcher(entry.key)
+            plan = StepPlan.make(entry, launch, decision, where[0], where[1], self.size_of(batch))
+            if plan is not None:
+                self._plans[where] = plan
+
+    def _count(self, decision: Decision, size: int) -> None:
+        stats = self.stats
+        stats.last = decision
+        stats.sizes[size] += 1
+        if decision.key is not None:
+            stats.replays[decision.key.size] += 1
+        elif decision.reason is not None:
+            stats.eager[decision.reason] += 1
 
     def release(self) -> None:
         """Destroy this runner's graphs; steps run eagerly until :meth:`recapture`."""
@@ -138,8 +188,10 @@ class GraphRunner(BaseRunner):
             self.backend.cleanup()
             self.entries.clear()
             self.missing.clear()
-            self._keys.clear()
-            self._released = True
+            self.keys.clear()
+            self._plans.clear()
+            self.released = True
+            self.context.forget(self.phase)
             self.context.release_memory()
 
     def capture(self) -> None:
@@ -149,137 +201,27 @@ class GraphRunner(BaseRunner):
         before stay usable.
         """
         with self.context.arena.lock:
-            self._released = False
-            self.context.watch.remember()
+            self.released = False
+            self.watch.remember()
             plan = CapturePlan.make(self)
-            self._keys = {(key.size, _family(key)): key for key in plan.keys}
+            self.keys = {(key.size, deciding.family_of(key)): key for key in (*plan.keys, *plan.dropped)}
+            self.missing = dict.fromkeys(plan.dropped, (Reason.GRAPH_LIMIT, plan.why))
             if self.context.peers is not None:
                 self.context.peers.same_plan(plan.keys)
             if self.config.capture == "startup":
-                capture_shapes(self, plan.keys)
-
-    # Deciding
-
-    def families(self) -> Iterator[_Family]:
-        """Every combination of variant, present inputs and host constants that gets graphs."""
-        hosts = [[(path, v) for v in self.spec.hosts[path].capture_values] for path in self._fixed_hosts]
-        variants: tuple[str | None, ...] = (None, *self.config.variants)
-        for present in self.spec.presence_sets():
-            for host in itertools.product(*hosts):
-                for variant in variants:
-                    yield variant, present, tuple(host)
-
-    def _decide(self, batch: ForwardBatch, checked: CheckedBatch, size: int) -> Decision:
-        if self._released:
-            return Decision(reason=Reason.RELEASED, detail="call recapture()")
-        if size == 0:
-            return Decision(reason=Reason.EMPTY_BATCH)
-        if checked.over is not None:
-            return Decision(reason=Reason.OVER_MAX_DIM, detail=checked.over)
-        bucket = ladders.fit(self.ladder, size)
-        if bucket is None:
-            return Decision(reason=Reason.OVER_MAX_BUCKET, detail=f"{size} is over {self.ladder[-1]}")
-        if (refused := self.refuse(batch, bucket)) is not None:
-            return refused
-        family = self._family_of(batch, checked)
-        if isinstance(family, Decision):
-            return family
-        return self._find(size, family)
-
-    def _family_of(self, batch: ForwardBatch, checked: CheckedBatch) -> _Family | Decision:
-        if self._update_paths and self.platform.capabilities.update_after_capture == "none":
-            return Decision(
-                reason=Reason.HOST_VALUE,
-                detail=f"{self.platform.name} cannot rewrite {', '.join(self._update_paths)} in a graph",
-            )
-        if batch.variant is not None and batch.variant not in self.config.variants:
-            return Decision(reason=Reason.UNKNOWN_VARIANT, detail=repr(batch.variant))
-        host: list[tuple[str, Any]] = []
-        for path in self._fixed_hosts:
-            rule, value = self.spec.hosts[path], checked.leaves[path]
-            if rule.values:
-                match = next((v for v in rule.values if v == value and type(v) is type(value)), _NONE)
-                if match is _NONE:
-                    return Decision(reason=Reason.HOST_VALUE, detail=f"{path}={value!r} was not captured")
-                host.append((path, match))
-            elif value > rule.maximum:
-                return Decision(reason=Reason.HOST_VALUE, detail=f"{path}={value!r} is over {rule.maximum!r}")
-            else:
-                host.append((path, rule.maximum))
-        present = frozenset(path for path in self.spec.optional if checked.leaves.get(path) is not None)
-        return batch.variant, present, tuple(host)
-
-    def _find(self, size: int, family: _Family) -> Decision:
-        """The smallest planned shape that holds *size* and can run."""
-        reason, detail = Reason.OPTIONAL_INPUTS, f"no graphs with {sorted(family[1])} present"
-        for bucket in self.ladder:
-            if bucket < size:
-                continue
-            key = self._keys.get((bucket, family))
-            if key is None:
-                continue
-            if key in self.missing:
-                reason, detail = self.missing[key]
-                continue
-            if (refused := self._refuse_bucket(size, bucket)) is not None:
-                return refused
-            return Decision(key=key)
-        return Decision(reason=reason, detail=detail)
-
-    def _refuse_bucket(self, size: int, bucket: int) -> Decision | None:
-        """A phase's limit on padding, checked again when a larger bucket must step in."""
-        del size, bucket
-        return None
-
-    def _decide_with_peers(self, batch: ForwardBatch) -> tuple[CheckedBatch, Decision]:
-        """Agree with all ranks; every rank reaches the collective, also with a bad batch."""
-        peers = self.context.peers
-        assert peers is not None
-        try:
-            checked = self.checker.check(batch)
-        except InputError:
-            peers.agree(0, can_graph=False, error=True)
-            raise
-        size = self.size_of(batch)
-        own = self._decide(batch, checked, size) if size else Decision()
-        agreed = peers.agree(size, can_graph=own.is_graph or size == 0)
-        if agreed.any_error:
-            raise ReplayError("a peer rank refused its batch", phase=self.phase, hint="See that rank's error")
-        if not agreed.all_graph:
-            mine = own if own.reason is not None else None
-            return checked, mine or Decision(reason=Reason.PEER_RANK_EAGER)
-        decision = self._decide(batch, checked, agreed.size) if agreed.size else own
-        if not peers.all_ok(decision.is_graph or not agreed.size):
-            return checked, Decision(reason=decision.reason or Reason.PEER_RANK_EAGER, detail=decision.detail)
-        return checked, decision if agreed.size else Decision(reason=Reason.EMPTY_BATCH)
-
-    def _check_weights(self, decision: Decision) -> Decision:
-        if self.config.weights == "off":
-            return decision
-        moved = self.context.watch.moved()
-        if moved is None:
-            return decision
-        if self.config.weights == "raise":
-            raise WeightsMovedError(
-                "a tensor that graphs read has moved since capture",
-                platform=self.platform.name,
-                phase=self.phase,
-                field=moved,
-                hint="Update it in place, or call recapture()",
-            )
-        if self.config.weights == "eager":
-            return Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
-        self.stats.recaptures += 1
-        for runner in self.context.graph_runners:
-            runner.recapture()
-        return decision
+                try:
+                    capture_shapes(self, plan.keys)
+                except BaseException as error:
+                    cause = f"the capture was cut short: {type(error).__name__}: {error}"
+                    why = (Reason.CAPTURE_FAILED, cause)
+                    self.missing |= {k: why for k in plan.keys if k not in self.entries | self.missing}
+                    raise
 
     # Running
 
     def _run_eagerly(self, batch: ForwardBatch, checked: CheckedBatch, decision: Decision) -> Any:
-        assert decision.reason is not None
-        self.stats.eager[decision.reason] += 1
-        return self.eager_runner.run(batch, checked.leaves, decision.reason)
+        self._count(decision, self.size_of(batch))
+        return self.eager_runner.run(batch, checked.leaves, decision.reason or Reason.PHASE_DISABLED)
 
     def _replay(self, key: ShapeKey, batch: ForwardBatch, checked: CheckedBatch) -> Any:
         entry = self.entries.get(key)
@@ -288,6 +230,8 @@ class GraphRunner(BaseRunner):
             if entry is None:
                 reason, detail = self.missing[key]
                 return self._run_eagerly(batch, checked, Decision(reason=reason, detail=detail))
+        elif self.config.max_graphs is not None:
+            self.entries[key] = self.entries.pop(key)  # the most recent is the last to be evicted
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._launch(entry, batch, checked)
@@ -297,20 +241,25 @@ class GraphRunner(BaseRunner):
         key, requests, tokens = entry.key, batch.num_requests, batch.num_tokens
         self.context.arena.enter_stream()
         entry.inputs.load(checked.leaves, requests, tokens)
-        if self._update_paths:
+        if self.update_paths:
             self._update_hosts(key, checked)
         self.backend.replay(key, batch)
-        if self._update_paths:
+        if self.update_paths:
             self.backend.fence()
-        stats = self.stats
-        stats.replays[key.size] += 1
-        stats.sizes[self.size_of(batch)] += 1
-        view = entry.output.head(requests, tokens)
-        return view if self.config.outputs == "view" else copy_output(view)
+        decision = Decision(key=key)
+        self._count(decision, self.size_of(batch))
+        self._plan_step(entry, decision, batch)
+        return self._result(entry.output.head(requests, tokens))
+
+    def _result(self, view: Any) -> Any:
+        """What the caller gets; containers are new, since the cached ones must stay whole."""
+        if not self._view:
+            return copy_output(view)
+        return view if isinstance(view, torch.Tensor) else tree.map_leaves(lambda _, leaf: leaf, view)
 
     def _update_hosts(self, key: ShapeKey, checked: CheckedBatch) -> None:
         values = {}
-        for path in self._update_paths:
+        for path in self.update_paths:
             rule, given = self.spec.hosts[path], list(checked.leaves[path])
             values[path] = given + [rule.fill] * (rule.rows(key.requests, key.tokens) - len(given))
         self.backend.update(key, values)
@@ -320,7 +269,14 @@ class GraphRunner(BaseRunner):
     def place(self, key: ShapeKey, output: Any) -> GraphOutput:
         """Move a captured output's rows into the shared buffers."""
         axes = self.eager_runner.row_axes(key)
-        moved = self.context.shared_output.place(output, axes, self.context.watch.pointers())
+        shared, addresses = self.eager_runner.shared_leaves(key), self.watch.pointers()
+        moved = self.context.shared_output.place(
+            output,
+            axes,
+            lambda path, leaf: (
+                path in shared or leaf.data_ptr() in addresses or self.context.arena.contains(leaf)
+            ),
+        )
         return GraphOutput(moved, axes, key)
 
     def bind(self, key: ShapeKey) -> BoundInputs:
@@ -332,13 +288,8 @@ class GraphRunner(BaseRunner):
         while limit is not None and len(self.entries) >= limit:
             oldest = next(iter(self.entries))
             del self.entries[oldest]
+            self._plans.clear()
             self.backend.drop(oldest)
+        self.context.release_memory()
         capture_shapes(self, [key])
         return self.entries.get(key)
-
-
-_NONE: Any = object()
-
-
-def _family(key: ShapeKey) -> _Family:
-    return key.variant, frozenset(key.present), key.host

@@ -25,7 +25,8 @@ class PrefillGraphRunner(GraphRunner):
             )
         return None
 
-    def _refuse_bucket(self, size: int, bucket: int) -> Decision | None:
+    def refuse_bucket(self, size: int, bucket: int) -> Decision | None:
+        """Too much padding."""
         if bucket > size * self.config.max_padding:
             return Decision(
                 reason=Reason.PADDING_WASTE,

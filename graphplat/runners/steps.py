@@ -103,7 +103,11 @@ class StepPlan:
                 hosts += 1
             elif value.device != self.device:
                 return False
-            if arena.start <= value.data_ptr() < arena.stop:
+            try:
+                address = value.data_ptr()
+            except RuntimeError:  # sparse: the full way says so
+                return False
+            if arena.start <= address < arena.stop:
                 return False
             fresh.append((index, value))
         if hosts and not self.on_host:

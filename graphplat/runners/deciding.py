@@ -1,0 +1,160 @@
+"""Graph or eager: which captured shape holds a batch, or the reason why none does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from graphplat import buckets as ladders
+from graphplat.errors import InputError, ReplayError, WeightsMovedError
+from graphplat.report import Decision, Reason
+
+if TYPE_CHECKING:
+    from graphplat.batch import ForwardBatch
+    from graphplat.keys import ShapeKey
+    from graphplat.peers import PeerAgreement
+    from graphplat.runners.base import CheckedBatch
+    from graphplat.runners.graph import GraphRunner
+
+Host = tuple[tuple[str, Any], ...]
+Family = tuple[str | None, frozenset[str], Host]
+"""Variant, optional inputs that are present, host constants: what graphs of one size differ in."""
+
+_NONE: Any = object()
+
+
+def family_of(key: ShapeKey) -> Family:
+    """The family of *key*."""
+    return key.variant, frozenset(key.present), key.host
+
+
+def families(runner: GraphRunner) -> Iterator[Family]:
+    """Every combination of variant, present inputs and host constants that gets graphs."""
+    if cannot_update(runner):
+        return
+    hosts = [[(path, v) for v in runner.spec.hosts[path].capture_values] for path in runner.fixed_hosts]
+    variants: tuple[str | None, ...] = (None, *runner.config.variants)
+    for present in runner.spec.presence_sets():
+        for host in itertools.product(*hosts):
+            for variant in variants:
+                yield variant, present, tuple(host)
+
+
+def cannot_update(runner: GraphRunner) -> str | None:
+    """Why no graph of *runner* can serve its updated host values, if that is so."""
+    if runner.update_paths and runner.platform.capabilities.update_after_capture == "none":
+        return f"{runner.platform.name} cannot rewrite {', '.join(runner.update_paths)} in a graph"
+    return None
+
+
+def decide(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch, size: int) -> Decision:
+    """What to do with *batch*, as far as this rank alone knows."""
+    refused = _refuse(runner, batch, checked, size)
+    if refused is not None:
+        return refused
+    family = _family(runner, batch, checked)
+    return family if isinstance(family, Decision) else find(runner, size, family)
+
+
+def _refuse(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch, size: int) -> Decision | None:
+    if runner.released:
+        return Decision(reason=Reason.RELEASED, detail="call recapture()")
+    if size == 0:
+        return Decision(reason=Reason.EMPTY_BATCH)
+    if checked.over is not None:
+        return Decision(reason=Reason.OVER_MAX_DIM, detail=checked.over)
+    bucket = ladders.fit(runner.ladder, size)
+    if bucket is None:
+        return Decision(reason=Reason.OVER_MAX_BUCKET, detail=f"{size} is over {runner.ladder[-1]}")
+    return runner.refuse(batch, bucket)
+
+
+def _family(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch) -> Family | Decision:
+    if (detail := cannot_update(runner)) is not None:
+        return Decision(reason=Reason.HOST_VALUE, detail=detail)
+    if batch.variant is not None and batch.variant not in runner.config.variants:
+        return Decision(reason=Reason.UNKNOWN_VARIANT, detail=repr(batch.variant))
+    host: list[tuple[str, Any]] = []
+    for path in runner.fixed_hosts:
+        rule, value = runner.spec.hosts[path], checked.leaves[path]
+        if rule.values:
+            match = next((v for v in rule.values if type(v) is type(value) and v == value), _NONE)
+            if match is _NONE:
+                return Decision(reason=Reason.HOST_VALUE, detail=f"{path}={value!r} was not captured")
+            host.append((path, match))
+        elif value <= rule.maximum:
+            host.append((path, rule.maximum))
+        else:
+            return Decision(reason=Reason.HOST_VALUE, detail=f"{path}={value!r} is over {rule.maximum!r}")
+    present = frozenset(path for path in runner.spec.optional if checked.leaves.get(path) is not None)
+    return batch.variant, present, tuple(host)
+
+
+def find(runner: GraphRunner, size: int, family: Family) -> Decision:
+    """The smallest shape that holds *size* and has a graph, or may get one.
+
+    Where a smaller bucket was never tried, a larger one steps in; a bucket whose capture
+    failed runs eagerly.
+    """
+    missed: Decision | None = None
+    for bucket in runner.ladder[ladders.index(runner.ladder, size) :]:
+        key = runner.keys.get((bucket, family))
+        if key is None:
+            continue
+        if key in runner.missing:
+            reason, detail = runner.missing[key]
+            missed = missed or Decision(reason=reason, detail=detail)
+            if reason is Reason.CAPTURE_FAILED:
+                return missed
+            continue
+        return runner.refuse_bucket(size, bucket) or Decision(key=key)
+    absent = f"no graphs with {sorted(family[1])} present"
+    return missed or Decision(reason=Reason.OPTIONAL_INPUTS, detail=absent)
+
+
+def decide_with_peers(runner: GraphRunner, batch: ForwardBatch) -> tuple[CheckedBatch, Decision]:
+    """Agree with all ranks; every rank reaches the collective, also with a bad batch."""
+    peers = cast("PeerAgreement", runner.context.peers)
+    try:
+        checked = runner.checker.check(batch)
+    except InputError:
+        peers.agree(0, can_graph=False, error=True)
+        raise
+    size = runner.size_of(batch)
+    own = decide(runner, batch, checked, size) if size else Decision()
+    agreed = peers.agree(size, can_graph=own.is_graph or size == 0)
+    if agreed.any_error:
+        raise ReplayError("a peer rank refused its batch", phase=runner.phase, hint="See that rank's error")
+    if not agreed.all_graph:
+        mine = own if own.reason is not None else None
+        return checked, mine or Decision(reason=Reason.PEER_RANK_EAGER)
+    decision = decide(runner, batch, checked, agreed.size) if agreed.size else own
+    if not peers.all_ok(decision.is_graph or not agreed.size):
+        return checked, Decision(reason=decision.reason or Reason.PEER_RANK_EAGER, detail=decision.detail)
+    return checked, decision if agreed.size else Decision(reason=Reason.EMPTY_BATCH)
+
+
+def check_weights(runner: GraphRunner, decision: Decision) -> Decision:
+    """*decision*, unless a weight moved since capture: then what the settings say.
+
+    Raises :class:`WeightsMovedError`, or what a new capture raises.
+    """
+    policy = runner.config.weights
+    moved = None if policy == "off" else runner.watch.moved()
+    if moved is None:
+        return decision
+    if policy == "raise":
+        raise WeightsMovedError(
+            "a tensor that graphs read has moved since capture",
+            platform=runner.platform.name,
+            phase=runner.phase,
+            field=moved,
+            hint="Update it in place, or call recapture()",
+        )
+    if policy == "eager":
+        return Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
+    runner.stats.recaptures += 1
+    runner.recapture()
+    key = cast("ShapeKey", decision.key)
+    return find(runner, key.size, family_of(key))
