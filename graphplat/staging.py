@@ -11,6 +11,7 @@ import torch
 if TYPE_CHECKING:
     from graphplat.buffers import BoundInputs
 
+_memmove = ctypes.memmove
 _SLOTS = 8
 _MOST_BYTES = 1 << 20
 """Larger layouts are copied field by field: the packing would cost more than the launches."""
@@ -22,7 +23,8 @@ class _Slot:
     statics: list[torch.Tensor]
     rows: tuple[int, int] = (0, 0)
     """Requests and tokens that lie here; the rest holds fill values."""
-    views: dict[tuple[int, int], list[torch.Tensor]] = attrs.field(factory=dict)
+    spans: dict[tuple[int, int], list[tuple[torch.Tensor, int, int]]] = attrs.field(factory=dict)
+    """Per size: each field's real rows, their address and their bytes."""
 
 
 @attrs.define(eq=False)
@@ -49,20 +51,22 @@ class Staging:
             bound.staging = cls(bound)
         return bound.staging
 
-    def send(self, sources: list[torch.Tensor], requests: int, tokens: int) -> None:
+    def send(
+        self, sources: list[tuple[int, torch.Tensor]], addresses: list[int], requests: int, tokens: int
+    ) -> None:
         """Pack *sources*, in field order, and copy the whole layout, padded rows included."""
         slot = self._free_slot()
         rows = (requests, tokens)
-        views = slot.views.get(rows)
-        if views is None:
-            views = slot.views[rows] = self._heads(slot, requests, tokens)
+        spans = slot.spans.get(rows)
+        if spans is None:
+            spans = slot.spans[rows] = self._heads(slot, requests, tokens)
         if slot.rows[0] > requests or slot.rows[1] > tokens:
             self._fill(slot)
         slot.rows = rows
-        for view, source in zip(views, sources, strict=True):
+        for (view, target, nbytes), (_, source), address in zip(spans, sources, addresses, strict=True):
             if source.is_contiguous():
-                # A plain memory copy: shapes and types were compared, and it costs a third of copy_().
-                ctypes.memmove(view.data_ptr(), source.data_ptr(), view.nbytes)
+                # A plain memory copy: shapes and types were compared, and it costs half of copy_().
+                _memmove(target, address, nbytes)
             else:
                 view.copy_(source)
         bound = self.bound
@@ -104,10 +108,10 @@ class Staging:
         for field, static in zip(self.bound.fields, slot.statics, strict=True):
             static.fill_(field.fill)
 
-    def _heads(self, slot: _Slot, requests: int, tokens: int) -> list[torch.Tensor]:
+    def _heads(self, slot: _Slot, requests: int, tokens: int) -> list[tuple[torch.Tensor, int, int]]:
         heads = []
         with torch.inference_mode(False):
             for field, static in zip(self.bound.fields, slot.statics, strict=True):
                 rows = field.spec.rows(requests, tokens)
                 heads.append(static if rows is None else static[:rows])
-        return heads
+        return [(head, head.data_ptr(), head.nbytes) for head in heads]

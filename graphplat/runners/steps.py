@@ -86,6 +86,7 @@ class StepPlan:
         if len(inputs) != len(fields):
             return False
         fresh: list[tuple[int, torch.Tensor]] = []
+        addresses: list[int] = []
         hosts = 0
         arena = self.inputs.arena
         for path, view, shape, dtype, index in fields:
@@ -110,17 +111,15 @@ class StepPlan:
             if arena.start <= address < arena.stop:
                 return False
             fresh.append((index, value))
+            addresses.append(address)
         if hosts and not self.on_host:
-            return hosts == len(fields) and self._load_from_host(fresh)
+            if self.staging is None or hosts != len(fields):
+                return False
+            self.staging.send(fresh, addresses, self.requests, self.tokens)
+            return True
         self.inputs.reset_outside(self.requests, self.tokens)
         if fresh:
             self._copy(fresh)
-        return True
-
-    def _load_from_host(self, fresh: list[tuple[int, torch.Tensor]]) -> bool:
-        if self.staging is None:
-            return False
-        self.staging.send([value for _, value in fresh], self.requests, self.tokens)
         return True
 
     def _copy(self, fresh: list[tuple[int, torch.Tensor]]) -> None:
