@@ -34,10 +34,17 @@ if NAME:
     SIM = install_from_environment()
 
     @pytest.fixture(scope="session", autouse=True)
-    def _frozen():
-        """What exists before the first test never dies: it need not be looked through before each."""
+    def _no_garbage_collection():
+        """Collect only where a test asks for it.
+
+        A graph of an earlier test that the collector finds would spoil the capture it falls into: that is
+        one of the rules.
+        """
         gc.collect()
         gc.freeze()
+        gc.disable()
+        yield
+        gc.enable()
 
     @pytest.fixture(scope="session")
     def sim():
@@ -66,15 +73,8 @@ if NAME:
 
     @pytest.fixture(autouse=True)
     def _clean(sim, dev):
-        """Every test leaves the driver at rest; one that does not is the one that fails.
-
-        Automatic garbage collection is off, since a graph of an earlier test that it finds would spoil the
-        capture it falls into: that is one of the rules.
-        """
-        gc.collect()
-        gc.disable()
+        """Every test leaves the driver at rest; one that does not is the one that fails."""
         yield
-        gc.enable()
         left = (ledger().captures, ledger().queued, dev.current_stream().stream_id, dev.current_device())
         sim.recover()
         assert left == (0, 0, 0, 0), f"captures, queued work, stream, device left over: {left}"

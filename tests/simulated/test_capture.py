@@ -278,12 +278,15 @@ def test_an_unjoined_side_stream_fails_the_capture(dev, graph_type, x):
     Work forked to a side stream belongs to the capture and has to be joined before its end.
     """
     side = dev.Stream()
-    with pytest.raises(RuntimeError, match="unjoined"):
-        with Capturing(dev, graph_type()):
-            side.wait_stream(dev.current_stream())
-            with dev.stream(side):
-                assert dev.is_current_stream_capturing()
-                x + 1
+
+    def fork():
+        side.wait_stream(dev.current_stream())
+        with dev.stream(side):
+            assert dev.is_current_stream_capturing()
+            x + 1
+
+    with pytest.raises(RuntimeError, match="unjoined"), Capturing(dev, graph_type()):
+        fork()
     assert not ledger().captures
     graph = graph_type()
     with Capturing(dev, graph) as capture:

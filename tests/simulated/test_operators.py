@@ -232,9 +232,9 @@ def test_host_reads_are_counted(at):
             for read in (
                 lambda: x.sum().item(),
                 lambda: bool(x.sum() > 0),
-                lambda: x.cpu(),
-                lambda: x.tolist(),
-                lambda: x.nonzero(),
+                x.cpu,
+                x.tolist,
+                x.nonzero,
                 lambda: x[x > 0],
                 lambda: torch.equal(x, x),
                 lambda: torch.allclose(x, x),

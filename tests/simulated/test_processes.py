@@ -17,7 +17,7 @@ def test_the_simulated_device_keeps_its_rules(name):
     """
     environment = {**os.environ, "GRAPHPLAT_SIMULATED": f"{name}:2", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 

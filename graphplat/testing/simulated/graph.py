@@ -104,6 +104,7 @@ class SimGraph:
             runtime.counters.failed_ends += 1
             raise
         self.nodes, self.records = capture.nodes, capture.records
+        self.graph_dispatch_mode.graph_dispatch_records = capture.records
         runtime.counters.graphs += 1
         if not self.nodes and runtime.profile.warns_when_empty:
             warnings.warn(
@@ -161,6 +162,7 @@ class SimGraph:
         if self.executable:
             counters.executables -= 1
         self.nodes, self.records, self.executable = None, [], False
+        self.graph_dispatch_mode.graph_dispatch_records = []
         self.updates_issued = self.replays_done = 0
         if active().profile.reset_releases_pool:
             self._release_pool()

@@ -6,7 +6,7 @@ of one update. So a replay needs exactly one update, before it or while it waits
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -59,6 +59,9 @@ class UpdateRecord:
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Marks the operators of `HANDLERS` while it is pushed, so that their capture makes a record."""
+
+    graph_dispatch_records: Sequence[UpdateRecord] = ()
+    """The records of the graph that owns this mode, as the vendor keeps them."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
