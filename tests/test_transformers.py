@@ -164,6 +164,17 @@ class TestSlotCache:
         """A row of 33 tokens holds 40."""
         assert CausalLMRunner(make_model(), max_len=33).max_len == 40
 
+    @pytest.mark.parametrize("phase", ["prefill", "decode"])
+    @pytest.mark.parametrize("kernel", ["sdpa", "matmul"])
+    def test_a_step_compiles_whole(self, runner, phase, kernel):
+        """One graph for the compiler: no break, and the same logits."""
+        runner.kernel = kernel
+        batch = decode_next(runner) if phase == "decode" else runner.prefill_batch(PROMPTS, range(4))
+        batch = pad(runner, batch, 4, 4 if phase == "decode" else 24)
+        expected = runner.forward(batch)
+        compiled = torch.compile(runner.forward, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(batch), expected)
+
     @pytest.mark.parametrize("slot", [-1, 6])
     def test_only_a_requests_slot_can_be_moved(self, runner, slot):
         """The reserved slot and what lies beyond are refused."""

@@ -52,7 +52,7 @@ class Step:
         raise NotImplementedError
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class DecodeStep(Step):
     """One new token a request, over whole cache rows.
 
@@ -107,7 +107,7 @@ class DecodeStep(Step):
         return memory[:count] if self.slots is None else memory.index_select(0, self.slots)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class PackedStep(Step):
     """Packed prompts under one mask: right for every packing, so fit for a graph.
 
@@ -156,7 +156,7 @@ class PackedStep(Step):
         return _grouped(query, keys, values, scale, mask=self.mask)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class RaggedStep(Step):
     """Packed prompts one by one, at their live lengths. Reads lengths on the host: eager only.
 
@@ -192,7 +192,7 @@ class RaggedStep(Step):
         return torch.cat(found, dim=1)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class LiveStep(Step):
     """Packed prompts between captured segments: lengths come from the batch being run.
 
