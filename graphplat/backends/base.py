@@ -198,6 +198,39 @@ class CaptureBackend(abc.ABC):
             what = f"host values {sorted(values)} could not be updated"
             raise self._error(ReplayError, what, shape_key, error) from error
 
+    def replay_updated(
+        self, shape_key: ShapeKey, values: Mapping[str, Sequence[int]], batch: ForwardBatch | None = None
+    ) -> GraphOutput:
+        """:meth:`update` and :meth:`replay`, in the order that the platform declares, then a fence.
+
+        Where an update may come with its replay, the launch comes first and the device waits for the
+        values. Several graphs with eager parts between them are always updated first.
+        """
+        overlaps = self.platform.capabilities.update_after_capture == "with_replay"
+        if not overlaps or self.captured[shape_key].segments > 1:
+            self.update(shape_key, values)
+            output = self.replay(shape_key, batch)
+        else:
+            if self._fence is not None:
+                self.platform.synchronize_event(self._fence)
+            output = self.replay(shape_key, batch)
+            self._update_launched(shape_key, values)
+        self.fence()
+        return output
+
+    def _update_launched(self, key: ShapeKey, values: Mapping[str, Sequence[int]]) -> None:
+        try:
+            for graph in self.device_graphs(key):
+                self.platform.update_graph(graph, values)
+        except Exception as error:
+            failed = self._error(ReplayError, f"host values {sorted(values)} could not be updated", key, error)
+            try:  # the replay under way waits for values: those of the capture let it end
+                for graph in self.device_graphs(key):
+                    self.platform.update_graph(graph, self.context.host_fills(key))
+            except Exception as stuck:  # noqa: BLE001 - told with the first error
+                failed.add_note(f"The replay under way will never end: {type(stuck).__name__}: {stuck}")
+            raise failed from error
+
     def fence(self) -> None:
         """Note that the device may still read the host values of the replay just launched."""
         self._fence = self.platform.record_event(self.platform.current_stream(self.device))

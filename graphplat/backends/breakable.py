@@ -126,7 +126,12 @@ class Recorder:
         self.segments.graphs.append(graph)
         self.segments.steps.append(_replayer(platform, graph))
         if not last and not platform.capabilities.executes_in_capture:
+            backend = self.backend
+            if backend.updatable:  # a replay without an update would wait for ever
+                platform.update_graph(graph, backend.context.host_fills(self.key))
             platform.replay(graph)
+            if backend.updatable:
+                backend.fence()
 
     def split(self) -> None:
         """End a segment and begin the next."""

@@ -149,6 +149,15 @@ class RunnerContext:
             variant=key.variant,
         )
 
+    def host_fills(self, key: ShapeKey) -> dict[str, list[int]]:
+        """The updatable host values that *key* is captured with."""
+        hosts = self.spec(key.phase).hosts
+        return {
+            path: [rule.fill] * rule.rows(key.requests, key.tokens)
+            for path, rule in hosts.items()
+            if rule.update
+        }
+
     def forget(self, phase: Phase) -> None:
         """Drop what was noted about *phase*, whose graphs are gone."""
         self.shapes = [shape for shape in self.shapes if shape.key.phase is not phase]

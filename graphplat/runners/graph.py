@@ -242,10 +242,9 @@ class GraphRunner(BaseRunner):
         self.context.arena.enter_stream()
         entry.inputs.load(checked.leaves, requests, tokens)
         if self.update_paths:
-            self._update_hosts(key, checked)
-        self.backend.replay(key, batch)
-        if self.update_paths:
-            self.backend.fence()
+            self.backend.replay_updated(key, self._host_values(key, checked), batch)
+        else:
+            self.backend.replay(key, batch)
         decision = Decision(key=key)
         self._count(decision, self.size_of(batch))
         self._plan_step(entry, decision, batch)
@@ -257,12 +256,13 @@ class GraphRunner(BaseRunner):
             return copy_output(view)
         return view if isinstance(view, torch.Tensor) else tree.map_leaves(lambda _, leaf: leaf, view)
 
-    def _update_hosts(self, key: ShapeKey, checked: CheckedBatch) -> None:
+    def _host_values(self, key: ShapeKey, checked: CheckedBatch) -> dict[str, list[int]]:
+        """What the graph's host arguments become, padded rows included."""
         values = {}
         for path in self.update_paths:
             rule, given = self.spec.hosts[path], list(checked.leaves[path])
             values[path] = given + [rule.fill] * (rule.rows(key.requests, key.tokens) - len(given))
-        self.backend.update(key, values)
+        return values
 
     # Capturing
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch.utils import _python_dispatch
 
 from graphplat import (
     BaseRunner,
@@ -67,8 +68,8 @@ class NpuPlatform(StreamGraphPlatform):
     def create_graph(self, *, updatable: bool = False) -> DeviceGraph:
         """An ``NPUGraph``; *updatable* ones record their operators' host arguments."""
         graph = super().create_graph()
-        if updatable:
-            self._updatable.add(id(graph))
+        # An id may have belonged to a graph that is gone.
+        (self._updatable.add if updatable else self._updatable.discard)(id(graph))
         return graph
 
     def context_keywords(self, graph: Any) -> dict[str, Any]:
@@ -76,14 +77,26 @@ class NpuPlatform(StreamGraphPlatform):
         keywords = super().context_keywords(graph)
         return keywords | {"auto_dispatch_capture": True} if id(graph) in self._updatable else keywords
 
-    def update_graph(self, graph: Any, values: Mapping[str, Sequence[int]]) -> None:
-        """Rewrite host arguments by keyword, in every record that captured them.
+    def abort_capture(self, graph: Any, *, pool: Any, stream: Any) -> bool:
+        """Take the dispatch mode off too, which ``torch.npu.graph`` leaves on when begin or end raises."""
+        try:
+            return super().abort_capture(graph, pool=pool, stream=stream)
+        finally:
+            mode = getattr(graph, "graph_dispatch_mode", None)
+            # No public call tells which modes are on.
+            if mode is not None and mode in _python_dispatch._get_current_dispatch_mode_stack():
+                mode.__exit__(None, None, None)
 
-        ``NPUGraph.update`` ignores a key that no operator captured and would replay stale
-        values; here that raises :class:`PlatformError`.
+    def update_graph(self, graph: Any, values: Mapping[str, Sequence[int]]) -> None:
+        """Rewrite host arguments by keyword: one entry for each record, with what it captured.
+
+        ``NPUGraph.update`` ignores a key that no operator captured, and a list of another
+        length in old releases, and would replay stale values; here both raise
+        :class:`PlatformError`. A segment that recorded no such operator has nothing to update.
         """
         records = dispatch_records(graph)
-        update: dict[str, Any] = {}
+        if not records:
+            return
         for key, numbers in values.items():
             captured = [record.kwargs[key] for record in records if key in record.kwargs]
             if not captured:
@@ -93,9 +106,24 @@ class NpuPlatform(StreamGraphPlatform):
                     field=key,
                     hint="Pass the host value to the operator as a keyword argument of that name",
                 )
-            as_tensor = isinstance(captured[0], torch.Tensor)
-            update[key] = torch.tensor(numbers, dtype=torch.int32) if as_tensor else list(numbers)
-        graph.update(cpu_update_input=[update])
+            if any(len(old) != len(numbers) for old in captured):
+                raise PlatformError(
+                    f"{len(numbers)} values given, {[len(old) for old in captured]} captured",
+                    platform=self.name,
+                    field=key,
+                )
+        graph.update(cpu_update_input=[_fresh(record.kwargs, values) for record in records])
+
+
+def _fresh(captured: Mapping[str, Any], values: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """*values* for one record, of the type that each was captured with."""
+    return {
+        key: torch.tensor(numbers, dtype=torch.int32)
+        if isinstance(captured[key], torch.Tensor)
+        else list(numbers)
+        for key, numbers in values.items()
+        if key in captured
+    }
 
 
 def dispatch_records(graph: Any) -> list[Any]:

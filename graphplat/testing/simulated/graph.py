@@ -33,6 +33,7 @@ class SimGraph:
         self._capture: Capture | None = None
         self._pool: Pool | None = None
         self._holds_pool = False
+        self._device: int | None = None
         self._id = active().new_id()
 
     # -- capture -----------------------------------------------------------------------------------------
@@ -55,6 +56,7 @@ class SimGraph:
             if not self._holds_pool:
                 self._pool.users += 1
                 self._holds_pool = True
+            self._device = stream.device
             self._capture = Capture(self, stream, self._pool, mode)
             self._capture.start()
             runtime.captures.append(self._capture)
@@ -131,13 +133,13 @@ class SimGraph:
     # -- use ---------------------------------------------------------------------------------------------
 
     def replay(self) -> None:
-        """Queue the recorded operations on the current stream."""
+        """Queue the recorded operations on the current stream of the device they were captured on."""
         runtime = active()
         if self.nodes is None:
             raise RuntimeError("Called replay() without a preceding successful capture.")
         if not self.executable:
             self._instantiate()
-        stream = runtime.stream()
+        stream = runtime.stream(self._device)
         runtime.refuse_while_capturing(stream, "graph launch")
         faults.hit("replay")
         runtime.devices[stream.device].memory.collect()
