@@ -1,0 +1,315 @@
+"""Outputs: cut to real rows, intact after later steps, never in memory that belongs to someone else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from graphplat import CaptureError, InputSpec, Phase, PhaseConfig, Reason, TensorSpec, capture_cuda_graphs
+from graphplat.outputs import GraphSharedOutput, infer_row_axes
+
+F32, I64 = torch.float32, torch.int64
+
+
+class Named(NamedTuple):
+    y: Any
+    z: Any
+
+
+@dataclasses.dataclass
+class Result:
+    y: Any
+    parts: Any
+    nothing: Any = None
+    label: str = "same"
+
+
+def structured(batch: Any) -> Any:
+    x = batch.inputs["x"]
+    return Result(
+        x * 2, {"a": [x + 1, (x[:, 0],)], "named": Named(x.t() * 3, x.sum(dim=1, dtype=torch.float64))}
+    )
+
+
+def same(got: Any, wanted: Any) -> bool:
+    """Equal leaves in equal structures."""
+    from graphplat import tree
+
+    mine, theirs = dict(tree.walk(got)), dict(tree.walk(wanted))
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(mine[path], leaf) if isinstance(leaf, torch.Tensor) else mine[path] == leaf
+        for path, leaf in theirs.items()
+    )
+
+
+# Which axis counts rows
+
+
+def test_the_row_axis_is_the_one_that_follows_the_batch() -> None:
+    """A feature axis that happens to have a batch's size is told apart by the other run."""
+    runs = [((3, 6), {"a": torch.zeros(3, 3), "t": torch.zeros(2, 6), "k": torch.zeros(3)}) for _ in range(1)]
+    runs += [((2, 4), {"a": torch.zeros(2, 3), "t": torch.zeros(2, 4), "k": torch.zeros(3)})]
+    assert infer_row_axes(runs) == {"a": (0, "requests"), "t": (1, "tokens")}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda n: torch.zeros(n + 1), "has shapes"),
+        (lambda n: torch.zeros(n * 8), "has shapes"),
+        (lambda n: torch.zeros(n, n), "has shapes"),
+        (lambda n: torch.zeros((1,) * n), "has shapes"),
+        (lambda n: {"y": torch.zeros(n), "count": n}, "output count depends on the batch size"),
+        (lambda n: {"y": None if n > 2 else torch.zeros(n)}, "output y depends"),
+        (lambda n: [torch.zeros(n)] * n, "depend on the batch size"),
+        (lambda n: {f"k{n}": torch.zeros(n)}, "depend on the batch size"),
+    ],
+)
+def test_outputs_that_a_replay_would_falsify_are_refused(
+    runtime: Any, decode: Any, rows: Any, make: Any, says: str
+) -> None:
+    """
+    A graph repeats the bucket's host values and axes, not the batch's. Rather than return them,
+    the capture fails, and under on_failure="eager" every step is right.
+    """
+
+    def forward(batch: Any) -> Any:
+        return make(batch.num_requests)
+
+    with pytest.raises(CaptureError, match=says):
+        capture_cuda_graphs(model_runner=runtime(forward))
+    config = PhaseConfig(buckets=(4, 8), on_failure="eager")
+    runner = capture_cuda_graphs(model_runner=runtime(forward, decode=config)).decode_runner
+    for n in (1, 3, 8):
+        assert same(runner.execute(decode(n, x=rows(n))), make(n))
+    assert runner.stats.eager == {Reason.CAPTURE_FAILED: 3}
+
+
+# Cutting and keeping
+
+
+@pytest.mark.parametrize("outputs", ["copy", "view"])
+def test_every_field_is_cut_to_the_real_rows(runtime: Any, decode: Any, rows: Any, outputs: Any) -> None:
+    """
+    Guards against sgl-project/sglang#7843 and #13881: sizes from one to the largest give exactly the eager
+    result, in any structure and along any axis; what is None stays None.
+    """
+    config = PhaseConfig(buckets=(1, 4, 8), outputs=outputs)
+    runner = capture_cuda_graphs(model_runner=runtime(structured, decode=config)).decode_runner
+    for n in (*range(1, 9), 3, 1, 8):
+        batch = decode(n, x=rows(n))
+        got = runner.execute(batch)
+        assert same(got, structured(batch))
+        assert got.nothing is None
+        assert type(got.parts["named"]) is Named
+    assert runner.stats.ran_eagerly == 0
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (3, 8, 2, 4), (8, 1, 8)])
+def test_a_result_survives_later_steps(runtime: Any, decode: Any, rows: Any, sizes: tuple[int, ...]) -> None:
+    """
+    Guards against sgl-project/sglang#23037 and pytorch/pytorch#104435, #144386, #170604: results, their
+    aliases and every field are intact after replays of the same and of other buckets.
+    """
+    runner = capture_cuda_graphs(model_runner=runtime(structured)).decode_runner
+    kept = []
+    for n in sizes:
+        batch = decode(n, x=rows(n))
+        got = runner.execute(batch)
+        kept.append((got, got.y.detach(), got.y[0], structured(batch)))
+    for got, alias, row, wanted in kept:
+        assert same(got, wanted)
+        assert torch.equal(alias, wanted.y)
+        assert torch.equal(row, wanted.y[0])
+
+
+def test_a_view_is_valid_until_the_next_step_and_costs_no_memory(
+    runtime: Any, decode: Any, rows: Any
+) -> None:
+    """The zero-copy way hands out the shared buffer itself, the same one for all buckets."""
+    config = PhaseConfig(buckets=(4, 8), outputs="view")
+    runner = capture_cuda_graphs(
+        model_runner=runtime(lambda b: b.inputs["x"] * 2, decode=config)
+    ).decode_runner
+    first = runner.execute(decode(8, x=rows(8)))
+    addresses = {first.data_ptr()}
+    for n in (8, 3, 5):
+        x = rows(n)
+        got = runner.execute(decode(n, x=x))
+        assert torch.equal(got, x * 2)
+        addresses.add(got.data_ptr())
+    assert len(addresses) == 1
+
+
+def test_a_caller_may_change_the_structure_it_got(runtime: Any, decode: Any, rows: Any) -> None:
+    """Emptying a returned dict, or setting a field, does not reach later results, in view mode either."""
+    config = PhaseConfig(buckets=(4,), outputs="view")
+    runner = capture_cuda_graphs(model_runner=runtime(structured, decode=config)).decode_runner
+    for _ in range(3):
+        batch = decode(3, x=rows(3))
+        got = runner.execute(batch)
+        assert same(got, structured(batch))
+        got.y = None
+        got.parts["a"].clear()
+        got.parts.clear()
+
+
+def test_padded_rows_that_are_not_finite_stay_inside(runtime: Any, decode: Any, rows: Any) -> None:
+    """
+    Guards against flashinfer-ai/flashinfer#2883, flagos-ai/vllm-plugin-FL#368 and NVIDIA/TensorRT-LLM#5058:
+    NaN in padded rows never reaches the caller, in any field.
+    """
+    spec = InputSpec(x=TensorSpec(("requests", 3), dtype=F32, fill=0))
+
+    def forward(batch: Any) -> Any:
+        x = batch.inputs["x"]
+        return {"y": x / x, "rows": (x / x).sum(dim=1)}
+
+    config = PhaseConfig(buckets=(8,))
+    runner = capture_cuda_graphs(model_runner=runtime(forward, spec, decode=config)).decode_runner
+    got = runner.execute(decode(3, x=rows(3)))
+    assert got["y"].shape == (3, 3)
+    assert got["y"].isfinite().all()
+    assert got["rows"].tolist() == [3, 3, 3]
+
+
+def test_outputs_without_rows_are_returned_whole(runtime: Any, decode: Any, rows: Any) -> None:
+    """A total over a constant input, a scalar tensor, a Python value: as eager returns them."""
+    spec = InputSpec(x=TensorSpec(("requests", 3), dtype=F32), scale=TensorSpec((3,), dtype=F32))
+
+    def forward(batch: Any) -> Any:
+        scale = batch.inputs["scale"]
+        return {"y": batch.inputs["x"] * scale, "twice": scale * 2, "sum": scale.sum(), "name": "n", "k": 3}
+
+    runner = capture_cuda_graphs(model_runner=runtime(forward, spec)).decode_runner
+    kept = []
+    for n in (3, 8, 3, 1):
+        batch = decode(n, x=rows(n), scale=rows(1)[0])
+        kept.append((runner.execute(batch), forward(batch)))
+    assert all(same(got, wanted) for got, wanted in kept)
+
+
+# Whose memory it is
+
+
+@pytest.mark.parametrize("outputs", ["copy", "view"])
+def test_two_outputs_in_one_memory_do_not_mix(runtime: Any, decode: Any, rows: Any, outputs: Any) -> None:
+    """A variant that returns one tensor twice does not make another variant's two outputs share memory."""
+
+    def forward(batch: Any) -> Any:
+        y = batch.inputs["x"] * 2
+        if batch.variant == "both":
+            return {"a": y, "b": y + 1}
+        return {"a": y, "b": y.view(-1, 3)}
+
+    config = PhaseConfig(buckets=(4, 8), variants=("both",), outputs=outputs)
+    runner = capture_cuda_graphs(model_runner=runtime(forward, decode=config)).decode_runner
+    for n, variant in ((8, None), (8, "both"), (3, "both"), (3, None), (8, "both")):
+        batch = decode(n, x=rows(n), variant=variant)
+        assert same(runner.execute(batch), forward(batch))
+
+
+def test_memory_of_the_runtime_is_never_taken_for_outputs(
+    runtime: Any, decode: Any, rows: Any, device: torch.device
+) -> None:
+    """A forward may return views of its own state; other graphs' outputs never overwrite that state."""
+    state = torch.zeros(8, 3, device=device)
+
+    def forward(batch: Any) -> Any:
+        if batch.variant == "other":
+            return batch.inputs["x"] * -1
+        return state[: batch.num_requests].add_(batch.inputs["x"])
+
+    config = PhaseConfig(buckets=(4, 8), variants=("other",))
+    runner = capture_cuda_graphs(model_runner=runtime(forward, decode=config)).decode_runner
+    state.zero_()
+    x = rows(8)
+    assert torch.equal(runner.execute(decode(8, x=x)), x)
+    runner.execute(decode(8, x=rows(8), variant="other"))
+    runner.execute(decode(3, x=rows(3), variant="other"))
+    assert torch.equal(state, x)
+    assert torch.equal(runner.execute(decode(8, x=x)), x * 2)
+
+
+def test_an_input_may_be_returned(runtime: Any, decode: Any, rows: Any) -> None:
+    """An output that is an input survives, and no graph writes its output into static inputs."""
+    spec = InputSpec(x=TensorSpec(("requests", 8), dtype=F32, fill=1))
+
+    def forward(batch: Any) -> Any:
+        x = batch.inputs["x"]
+        return {"x": x, "y": x * 2} if batch.variant is None else {"x": x * 3, "y": x.prod(dim=0) + x * 0}
+
+    # One field of 64-byte rows: the input is the whole arena.
+    config = PhaseConfig(buckets=(2, 8), variants=("v",))
+    runner = capture_cuda_graphs(model_runner=runtime(forward, spec, decode=config)).decode_runner
+    kept = []
+    for n, variant in ((8, None), (1, "v"), (5, None), (5, "v"), (1, None), (3, "v")):
+        x = torch.full((n, 8), float(n), device=rows(1).device)
+        batch = decode(n, x=x, variant=variant)
+        kept.append((runner.execute(batch), forward(batch), x.clone(), x))
+    for got, wanted, before, after in kept:
+        assert torch.equal(before, after)
+        assert torch.equal(got["x"], wanted["x"])
+
+
+def test_outputs_of_all_graphs_share_one_buffer(runtime: Any) -> None:
+    """The buffer is as large as the largest output; the sum of all sizes is never held."""
+    config = PhaseConfig(buckets=(1, 2, 4, 8, 16))
+    capture = capture_cuda_graphs(model_runner=runtime(lambda b: b.inputs["x"] * 2, decode=config))
+    assert capture.report.output_buffer_bytes == 16 * 3 * 4
+
+
+def test_shared_memory_grows_for_a_larger_output_and_the_old_one_stays_valid() -> None:
+    """A second family with more columns gets memory of its own; what was placed first is not overwritten."""
+    shared = GraphSharedOutput()
+    never = lambda path, leaf: False
+    axes = {"": (0, "requests")}
+    small = shared.place(torch.ones(4, 2), axes, never)
+    large = shared.place(torch.full((4, 5), 2.0), axes, never)
+    third = shared.place(torch.full((2, 5), 3.0), axes, never)
+    assert (small == 1).all()
+    assert third.data_ptr() == large.data_ptr()
+    assert shared.nbytes == large.numel() * 4
+    shared.release()
+    assert shared.nbytes == 0
+
+
+def test_prefill_and_decode_results_do_not_mix(runtime: Any, decode: Any, rows: Any) -> None:
+    """Both phases share output memory; results of one survive steps of the other."""
+    from graphplat import ForwardBatch
+
+    spec = InputSpec(x=TensorSpec(("tokens", 3), dtype=F32))
+    toy = runtime(
+        lambda b: b.inputs["x"] * 2,
+        spec,
+        prefill=PhaseConfig(buckets=(8, 16)),
+        decode=PhaseConfig(buckets=(4,)),
+    )
+    capture = capture_cuda_graphs(model_runner=toy)
+    kept = []
+    for n in (12, 2, 8, 4, 15, 1):
+        x = rows(n)
+        if n > 4:
+            batch = ForwardBatch(phase=Phase.PREFILL, num_requests=2, num_tokens=n, inputs={"x": x})
+            kept.append((capture.prefill_runner.execute(batch), x * 2))
+        else:
+            kept.append((capture.decode_runner.execute(decode(n, x=x)), x * 2))
+    assert all(torch.equal(got, wanted) for got, wanted in kept)
+    assert capture.prefill_runner.stats.replayed == 3
+    assert capture.decode_runner.stats.replayed == 3
+
+
+def test_capture_and_steps_may_mix_inference_mode(runtime: Any, decode: Any, rows: Any) -> None:
+    """Buckets captured in inference mode and outside it share the output buffer."""
+    for first, second in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+        config = PhaseConfig(buckets=(4, 8), capture="lazy")
+        runner = capture_cuda_graphs(
+            model_runner=runtime(lambda b: b.inputs["x"] * 2, decode=config)
+        ).decode_runner
+        for mode, n in ((first, 8), (second, 3), (first, 3), (second, 8)):
+            x = rows(n)
+            with mode():
+                assert torch.equal(runner.execute(decode(n, x=x)), x * 2)
