@@ -441,6 +441,20 @@ def test_host_scalars_are_frozen(dev, graph_type, x):
     assert y.tolist() == [0, 2, 4, 6]
 
 
+def test_a_graph_replays_on_its_own_device(sim, dev, graph_type):
+    """
+    A graph of device 1 replays there, also when another device is current.
+    """
+    graph = graph_type()
+    with dev.device(1):
+        x = torch.ones(3, device=sim.name)
+        with dev.graph(graph, stream=dev.Stream()):
+            y = x + 1
+    assert y.device.index == 1
+    graph.replay()
+    assert y.tolist() == [2, 2, 2]
+
+
 def test_replay_goes_to_the_current_stream(dev, graph_type, x, deferred):
     """
     A replay is queued on the stream that is current then, which may be the default one.

@@ -185,6 +185,16 @@ def test_out_and_resize(at):
     assert x[:4].tolist() == [0, 1, 2, 3]
 
 
+def test_grouped_copies(at):
+    """
+    One grouped copy takes sources on the device and on the CPU, and other grouped operators work in place.
+    """
+    targets = [torch.zeros(2, device=at()), torch.zeros(3, dtype=torch.int64, device=at())]
+    torch._foreach_copy_(targets, [torch.ones(2), torch.arange(3, device=at())])
+    torch._foreach_add_(targets, 1)
+    assert [t.tolist() for t in targets] == [[2, 2], [1, 2, 3]]
+
+
 def test_autograd_works(at):
     """
     Gradients on the device equal those on the CPU.

@@ -131,9 +131,9 @@ def memory_stats(device: Any = None) -> dict[str, Any]:
         "reserved_bytes.all.peak": memory.peak_reserved,
         "num_ooms": memory.oom_count,
     }
-    stats["reserved_bytes_by_private_pools"] = {
-        f"{a}_{b}": pool.reserved for (a, b), pool in memory.pools.items() if (a, b) != (0, 0)
-    }
+    for (first, second), pool in memory.pools.items():
+        if (first, second) != (0, 0):
+            stats[f"reserved_bytes_by_private_pools.{first}_{second}"] = pool.reserved
     return stats
 
 

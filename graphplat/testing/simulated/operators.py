@@ -148,6 +148,14 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
     return copy_(target, source, non_blocking)
 
 
+def foreach_copy_(
+    targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False
+) -> None:
+    """``aten::_foreach_copy_``: `copy_` for each pair, sources on any device."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking)
+
+
 def empty(
     size: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any
 ) -> torch.Tensor:
@@ -239,6 +247,7 @@ SPECIAL: Final[dict[Any, Callable[..., Any]]] = {
     aten._to_copy.default: to_copy,
     aten.copy_.default: copy_,
     aten._copy_from.default: copy_from,
+    aten._foreach_copy_.default: foreach_copy_,
     aten._copy_from_and_resize.default: copy_from,
     aten.empty.memory_format: empty,
     aten.empty_strided.default: empty_strided,
