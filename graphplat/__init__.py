@@ -16,12 +16,25 @@ from graphplat.capture import (
     capture_prefill_graph,
 )
 from graphplat.config import GraphConfig, PhaseConfig
-from graphplat.errors import CaptureError, ConfigError, GraphplatError, InputError, PlatformError
+from graphplat.errors import (
+    AmbiguousPlatformError,
+    CaptureError,
+    ConfigError,
+    ContractError,
+    GraphplatError,
+    HostReadError,
+    InputError,
+    PlatformError,
+    PluginError,
+    ReplayError,
+    WeightsMovedError,
+)
 from graphplat.hookspecs import hookimpl, hookspec
 from graphplat.inputs import HostSpec, InputSpec, TensorSpec, UpTo
 from graphplat.keys import ShapeKey
 from graphplat.model_runner import ModelRunner
 from graphplat.platform import Platform, PlatformCapabilities
+from graphplat.plugin_hooks import GraphplatWarning
 from graphplat.registry import current_platform, platform_for
 from graphplat.report import CaptureReport, Decision, Reason
 from graphplat.runners import BaseRunner, DecodeGraphRunner, EagerRunner, PrefillGraphRunner
@@ -29,10 +42,12 @@ from graphplat.runners import BaseRunner, DecodeGraphRunner, EagerRunner, Prefil
 __version__ = "0.1.0"
 
 __all__ = [
+    "AmbiguousPlatformError",
     "BaseRunner",
     "CaptureError",
     "CaptureReport",
     "ConfigError",
+    "ContractError",
     "CudaGraphsCapture",
     "Decision",
     "DecodeGraphCapture",
@@ -41,6 +56,8 @@ __all__ = [
     "ForwardBatch",
     "GraphConfig",
     "GraphplatError",
+    "GraphplatWarning",
+    "HostReadError",
     "HostSpec",
     "InputError",
     "InputSpec",
@@ -50,11 +67,14 @@ __all__ = [
     "Platform",
     "PlatformCapabilities",
     "PlatformError",
+    "PluginError",
     "PrefillGraphRunner",
     "Reason",
+    "ReplayError",
     "ShapeKey",
     "TensorSpec",
     "UpTo",
+    "WeightsMovedError",
     "break_graph",
     "capture_cuda_graphs",
     "capture_decode_graph",

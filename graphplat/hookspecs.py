@@ -18,11 +18,10 @@ from graphplat.batch import Phase
 from graphplat.keys import ShapeKey
 
 if TYPE_CHECKING:
-    from graphplat.runners.base import BaseRunner
-    from graphplat.runners.eager import EagerRunner
-
     from graphplat.model_runner import ModelRunner
     from graphplat.platform import Platform
+    from graphplat.runners.base import BaseRunner
+    from graphplat.runners.eager import EagerRunner
 
 PROJECT = "graphplat"
 """The pluggy project name and the entry-point group."""
@@ -107,7 +106,8 @@ def capture_participants(
 
     Entered once per phase in plugin order, left in reverse; its ``__exit__`` sees the
     exception if the capture failed. Allocators, offloaders and collectives belong here.
-    Plugins of the platform's device type and those registered by hand are asked.
+    The platform's own plugin is asked, those of its device type that bring no platform, and
+    those registered by hand.
 
     .. versionadded:: 0.1
     """
