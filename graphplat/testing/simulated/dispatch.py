@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .errors import SimulatedDeviceError
 from .faults import faults
@@ -15,6 +14,7 @@ from .runtime import active
 from .schema import METADATA, Traits, traits
 from .streams import StreamState, Work
 from .tensor import SimTensor, allocate, view_of
+from .trees import leaves, tree_map
 from .updates import UpdateRecord
 
 
@@ -35,7 +35,7 @@ class Call:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: Traits) -> None:
         self.func, self.args, self.kwargs, self.what = func, args, dict(kwargs), what
         self.runtime = active()
-        self.inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self.inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self.sims = [leaf for leaf in self.inputs if isinstance(leaf, SimTensor)]
 
     def execute(self) -> Any:
@@ -117,7 +117,7 @@ class Call:
     def _view(self) -> Any:
         base = self.sims[0]
         made = self.func(*_map(self.args, "cpu"), **_map(self.kwargs, "cpu"))
-        return pytree.tree_map(lambda t: view_of(base, t) if isinstance(t, torch.Tensor) else t, made)
+        return tree_map(lambda t: view_of(base, t) if isinstance(t, torch.Tensor) else t, made)
 
     def _reads_on_host(self) -> bool:
         if self.what.indexing and len(self.args) > 1:
@@ -161,7 +161,7 @@ class Call:
             room.backing.copy_(value)
             return room
 
-        return pytree.tree_map(wrap, made)
+        return tree_map(wrap, made)
 
     def _plan(self, stream: StreamState, index: int) -> Any:
         """Make the outputs from their shapes alone; the values come when the work runs."""
@@ -172,7 +172,7 @@ class Call:
                 return value
             return allocate(value.size(), value.stride(), value.dtype, index)
 
-        made = pytree.tree_map(room, shapes)
+        made = tree_map(room, shapes)
         args, kwargs = _map(self.args, "frozen"), _map(self.kwargs, "frozen")
         self._give(stream, self._thunk(stream, made, args, kwargs))
         return made
@@ -181,11 +181,11 @@ class Call:
         return {"device": kind} if self.what.device else {}
 
     def _thunk(self, stream: StreamState, made: Any, args: Any, kwargs: Any) -> Work:
-        outs = [t.backing for t in pytree.tree_leaves(made) if isinstance(t, SimTensor)]
+        outs = [t.backing for t in leaves(made) if isinstance(t, SimTensor)]
         func, current = self.func, self._host_values(stream, kwargs)
 
         def run() -> None:
-            values = [t for t in pytree.tree_leaves(func(*args, **current())) if isinstance(t, torch.Tensor)]
+            values = [t for t in leaves(func(*args, **current())) if isinstance(t, torch.Tensor)]
             for out, value in zip(outs, values, strict=True):
                 out.copy_(value)
 
@@ -210,7 +210,7 @@ class Call:
 
         self._give(stream, run)
         targets = [self._argument(name) for name in self.what.mutates]
-        returned = [t for t in pytree.tree_leaves(targets) if isinstance(t, SimTensor)]
+        returned = [t for t in leaves(targets) if isinstance(t, SimTensor)]
         count = len(func._schema.returns)
         return None if count == 0 else returned[0] if count == 1 else tuple(returned[:count])
 
@@ -225,11 +225,9 @@ class Call:
         if not self.what.outs:
             return
         outs = [self._argument(name) for name in self.what.outs]
-        metas = pytree.tree_map(
-            lambda t: _meta(t) if isinstance(t, torch.Tensor) else t, (self.args, self.kwargs)
-        )
-        made = pytree.tree_leaves(self.func(*metas[0], **metas[1]))
-        for out, meta in zip(pytree.tree_leaves(outs), made, strict=True):
+        metas = tree_map(lambda t: _meta(t) if isinstance(t, torch.Tensor) else t, (self.args, self.kwargs))
+        made = leaves(self.func(*metas[0], **metas[1]))
+        for out, meta in zip(leaves(outs), made, strict=True):
             if out.shape != meta.shape:
                 out.rebind(allocate(meta.size(), meta.stride(), out.dtype, out.device.index))
 
@@ -278,7 +276,7 @@ def _map(tree: Any, kind: str) -> Any:
             return leaf.clone() if kind == "frozen" else _meta_scalar(leaf) if kind == "meta" else leaf
         return leaf
 
-    return pytree.tree_map(change, tree)
+    return tree_map(change, tree)
 
 
 def _meta_scalar(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from attrs import define, field
 
 from .faults import faults
+from .streams import DEVICE_LOCK
 
 GRAIN: Final = 512
 _ALIGN: Final = 64
@@ -109,15 +110,18 @@ class Pool:
 
     def collect(self) -> None:
         """Take back what died, unless a stream that was told about it has yet to finish with it."""
-        for _ in range(len(self.dead)):
-            segment, offset, size, users = self.dead.popleft()
-            if any(stream.completed < ticket for stream, ticket in users.items()):
-                self.dead.append((segment, offset, size, users))
-                continue
-            if self.device.poison_freed:
-                self.device.on_free(segment, offset, size)
-            segment.give(offset, size)
-            self.allocated -= size
+        with DEVICE_LOCK:
+            for _ in range(len(self.dead)):
+                self._bury(*self.dead.popleft())
+
+    def _bury(self, segment: Segment, offset: int, size: int, users: dict[Any, int]) -> None:
+        if any(stream.completed < ticket for stream, ticket in users.items()):
+            self.dead.append((segment, offset, size, users))
+            return
+        if self.device.poison_freed:
+            self.device.on_free(segment, offset, size)
+        segment.give(offset, size)
+        self.allocated -= size
 
     def allocate(self, nbytes: int, stream: int) -> Block:
         """First fit among what *stream* freed here before, else a new segment."""

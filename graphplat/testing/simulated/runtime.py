@@ -16,7 +16,7 @@ from attrs import define, field
 from .errors import CaptureViolationError, SimulatedDeviceError
 from .memory import DeviceMemory, Pool, Segment
 from .profiles import SimProfile
-from .streams import DEVICE_LOCK, Capture, StreamState
+from .streams import BUSY, DEVICE_LOCK, Capture, StreamState
 
 
 @define
@@ -54,11 +54,6 @@ class Device:
     def all_streams(self) -> list[StreamState]:
         """Every stream ever made here."""
         return [self.default_stream, *self.streams]
-
-    @property
-    def busy(self) -> bool:
-        """Whether queued work has yet to run."""
-        return any(stream.queue for stream in self.all_streams())
 
 
 class _Thread(threading.local):
@@ -216,11 +211,11 @@ class Runtime:
         self.unsafe_call("device memory allocation", malloc=True)
 
     def _on_free(self, index: int, segment: Segment, offset: int, size: int) -> None:
-        device = self.devices[index]
-        owner = next((s for s in device.all_streams() if s.id == segment.stream), device.default_stream)
-        if owner.queue:
+        pending = [stream for stream in BUSY if stream.device == index]
+        owner = next((stream for stream in pending if stream.id == segment.stream), None)
+        if owner is not None:
             owner.submit(lambda: segment.poison(offset, size), "poison")
-        elif not device.busy:
+        elif not pending:
             segment.poison(offset, size)
 
     def synchronize(self, index: int) -> None:

@@ -17,7 +17,7 @@ Work = Callable[[], None]
 #: One lock for the whole device: work of one stream may wait for, or wake, work of another.
 DEVICE_LOCK: Final = threading.RLock()
 #: Streams with queued work, kept alive until it has run.
-_BUSY: Final[set[StreamState]] = set()
+BUSY: Final[set[StreamState]] = set()
 
 
 @define(eq=False)
@@ -47,7 +47,7 @@ class StreamState:
         with DEVICE_LOCK:
             self.submitted += 1
             self.queue.append((work, label))
-            _BUSY.add(self)
+            BUSY.add(self)
             if not self.deferred:
                 self.run(self.submitted)
 
@@ -75,7 +75,7 @@ class StreamState:
         self.queue.popleft()
         self.completed += 1
         if not self.queue:
-            _BUSY.discard(self)
+            BUSY.discard(self)
 
     def drop_queue(self) -> None:
         """Lose queued work, as a device reset does."""
