@@ -1,0 +1,597 @@
+"""The decode runner: which graph, why none, and that a step gives what the forward gives."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from graphplat import (
+    CaptureError,
+    ForwardBatch,
+    GraphConfig,
+    HostSpec,
+    InputSpec,
+    ModelRunner,
+    Phase,
+    PhaseConfig,
+    Reason,
+    TensorSpec,
+    UpTo,
+    capture_cuda_graphs,
+)
+from graphplat.errors import ReplayError
+
+F32, I64 = torch.float32, torch.int64
+
+
+def double(batch: ForwardBatch) -> Any:
+    return batch.inputs["x"] * 2
+
+
+def test_a_whole_runtime_in_a_few_lines(device: torch.device) -> None:
+    """The toy runtime of the documentation: three rows replay the bucket of four."""
+
+    class Toy(ModelRunner):
+        def __init__(self, device: torch.device) -> None:
+            self.device = torch.device(device)
+            self.model = torch.nn.Linear(8, 8, device=device)
+            self.graph_config = GraphConfig(decode=PhaseConfig(backend="full", buckets=(1, 2, 4, 8)))
+
+        def input_spec(self, phase: Phase) -> InputSpec:
+            return InputSpec(x=TensorSpec(("requests", 8), dtype=torch.float32))
+
+        def forward(self, batch: ForwardBatch) -> Any:
+            return self.model(batch.inputs["x"])
+
+    toy = Toy(device)
+    capture = capture_cuda_graphs(model_runner=toy)
+    x = torch.randn(3, 8)
+    batch = ForwardBatch(phase=Phase.DECODE, num_requests=3, num_tokens=3, inputs={"x": x})
+    runner = capture.decode.runner
+    assert runner is not None
+    assert runner.can_run_graph(batch)
+    torch.testing.assert_close(runner.execute(batch), toy.model(x.to(device)))
+    assert runner.stats.replays == collections.Counter({4: 1})
+
+
+def test_every_size_gives_the_eager_result(runtime: Any, decode: Any, rows: Any) -> None:
+    """
+    From an empty batch to one beyond the largest bucket, in any order, with the reason for each eager step.
+    """
+    toy = runtime(double)
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    for n in (*range(10), 3, 8, 1, 9, 2, 0):
+        x = rows(n)
+        assert torch.equal(runner.execute(decode(n, x=x)), x * 2)
+    assert runner.buckets == (1, 2, 4, 8)
+    assert runner.stats.eager == {Reason.OVER_MAX_BUCKET: 2, Reason.EMPTY_BATCH: 2}
+    assert runner.stats.replays == {1: 2, 2: 2, 4: 3, 8: 5}
+    assert runner.stats.replayed == 12
+    assert runner.stats.ran_eagerly == 4
+    sizes = collections.Counter((*range(10), 3, 8, 1, 9, 2, 0))
+    assert runner.stats.sizes == sizes, "every step counts, replayed or not"
+
+
+def test_explain_says_what_execute_then_does(runtime: Any, decode: Any, rows: Any) -> None:
+    """The decision of explain equals the one that execute notes in the stats, and changes nothing itself."""
+    toy = runtime(double, decode=PhaseConfig(buckets=(2, 4), variants=("a",)))
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    for n, variant in ((1, None), (3, "a"), (5, None), (2, "b"), (0, None)):
+        batch = decode(n, x=rows(n), variant=variant)
+        decision = runner.explain(batch)
+        steps = sum(runner.stats.sizes.values())
+        assert runner.can_run_graph(batch) is decision.is_graph
+        assert sum(runner.stats.sizes.values()) == steps
+        runner.execute(batch)
+        assert runner.stats.last == decision
+
+
+def test_eager_forward_sees_the_batch_itself(runtime: Any, decode: Any, rows: Any) -> None:
+    """An eager step hands the caller's batch to the forward, unpadded."""
+    seen = []
+    toy = runtime(lambda b: (seen.append(b), b.inputs["x"] * 2)[1], decode=PhaseConfig(buckets=(2,)))
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    batch = decode(3, x=rows(3))
+    runner.execute(batch)
+    assert seen[-1] is batch
+
+
+# Capturing
+
+
+def test_capture_goes_from_the_largest_bucket_to_the_smallest(runtime: Any) -> None:
+    """
+    Guards against NVIDIA/TensorRT-LLM#3116, lightseekorg/tokenspeed#1065, vllm-project/vllm#5074 and #9724:
+    whatever order the user gave, so that smaller graphs fit into the memory of larger ones.
+    """
+    toy = runtime(double, decode=PhaseConfig(buckets=(4, 16, 1, 8), variants=("v",)))
+    report = capture_cuda_graphs(model_runner=toy).report
+    assert [shape.key.size for shape in report.shapes] == [16, 16, 8, 8, 4, 4, 1, 1]
+
+
+def test_shared_memory_costs_little_more_than_the_largest_bucket(runtime: Any, device: torch.device) -> None:
+    """Reserved memory of many buckets stays near that of the largest one alone."""
+
+    def forward(batch: Any) -> Any:
+        y = batch.inputs["x"].repeat(1, 4000)
+        return ((y + 1) * (y + 2)).sum(dim=1)
+
+    def reserved(*buckets: int) -> int:
+        toy = runtime(forward, decode=PhaseConfig(buckets=buckets))
+        runner = capture_cuda_graphs(model_runner=toy).decode_runner
+        pool = runner.context.pool
+        if device.type == "cpu":
+            return pool.bytes
+        torch.cuda.synchronize()
+        segments = torch.cuda.memory_snapshot(pool)
+        return sum(segment["total_size"] for segment in segments)
+
+    assert reserved(*range(1, 65)) <= 1.3 * reserved(64)
+
+
+def test_the_graph_limit_of_a_setting_thins_the_ladder(runtime: Any, decode: Any, rows: Any) -> None:
+    """
+    Guards against vllm-project/vllm-ascend#1168, #9596, #9564 and #8585: with room for fewer graphs than
+    buckets the ladder is thinned evenly, keeps both ends, and the report says so; other sizes use the next
+    larger one.
+    """
+    toy = runtime(double, decode=PhaseConfig(buckets=tuple(range(1, 31)), max_graphs=5))
+    capture = capture_cuda_graphs(model_runner=toy)
+    runner = capture.decode_runner
+    assert len(runner.buckets) == 5
+    assert {1, 30} <= set(runner.buckets)
+    assert [skip.reason for skip in capture.report.skipped if skip.phase is Phase.DECODE] == [
+        Reason.GRAPH_LIMIT
+    ]
+    for n in (1, 2, 17, 30):
+        x = rows(n)
+        assert torch.equal(runner.execute(decode(n, x=x)), x * 2)
+    assert runner.stats.ran_eagerly == 0
+
+
+def test_no_room_for_any_graph_means_eager_with_that_reason(runtime: Any, decode: Any, rows: Any) -> None:
+    """Two graphs for three families leave no bucket; every step says why it ran eagerly, and none raises."""
+    toy = runtime(double, decode=PhaseConfig(buckets=(2, 4), variants=("a", "b"), max_graphs=2))
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    assert runner.buckets == ()
+    batch = decode(2, x=rows(2))
+    assert runner.explain(batch).reason is Reason.GRAPH_LIMIT
+    assert torch.equal(runner.execute(batch), double(batch))
+
+
+def test_a_budget_keeps_what_fits_and_reports_the_rest(runtime: Any, decode: Any, rows: Any) -> None:
+    """
+    Guards against vllm-project/vllm#57475, #57595 and #53013: a graph that exceeds the budget is dropped;
+    smaller ones are still tried; the report lists both.
+    """
+    plain = capture_cuda_graphs(model_runner=runtime(double)).report
+    sizes = {shape.key.size: shape.bytes for shape in plain.shapes}
+    if not sizes[8] or not sizes[1]:
+        pytest.skip("these graphs are too small to be counted on this device")
+    config = PhaseConfig(buckets=(1, 2, 4, 8), memory_budget_gb=(sizes[8] - 1) / 2**30)
+    capture = capture_cuda_graphs(model_runner=runtime(double, decode=config))
+    runner = capture.decode_runner
+    assert 8 not in runner.buckets
+    assert runner.buckets
+    dropped = {skip.key.size for skip in capture.report.skipped if skip.reason is Reason.MEMORY_BUDGET}
+    assert dropped == {1, 2, 4, 8} - set(runner.buckets)
+    batch = decode(8, x=rows(8))
+    assert torch.equal(runner.execute(batch), double(batch))
+    assert runner.stats.eager == {Reason.MEMORY_BUDGET: 1}
+
+
+def test_the_first_lazy_step_is_computed_and_not_only_recorded(runtime: Any, decode: Any, rows: Any) -> None:
+    """Guards against isaac-sim/IsaacLab#4829: the call that captures returns this batch's result."""
+    toy = runtime(double, decode=PhaseConfig(buckets=(1, 2, 4, 8), capture="lazy"))
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    assert runner.buckets == ()
+    for n in (1, 3, 2, 8, 1, 5):
+        x = rows(n)
+        assert torch.equal(runner.execute(decode(n, x=x)), x * 2)
+    assert runner.buckets == (1, 2, 4, 8)
+    assert runner.stats.replayed == 6
+
+
+def test_lazy_captures_keep_the_most_recent_graphs(runtime: Any, decode: Any, rows: Any) -> None:
+    """
+    Guards against deepspeedai/DeepSpeed#2572 and #2896: shapes come and go, results are those of eager, at
+    most the limit of graphs live, and the one used least recently goes first.
+    """
+    toy = runtime(double, decode=PhaseConfig(buckets=tuple(range(1, 9)), capture="lazy", max_graphs=3))
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    for n in (1, 2, 3, 1, 1, 4):  # 2 is the least recent when 4 comes
+        x = rows(n)
+        assert torch.equal(runner.execute(decode(n, x=x)), x * 2)
+    assert runner.buckets == (1, 3, 4)
+    for n in torch.randint(1, 9, (100,), generator=torch.Generator().manual_seed(3)).tolist():
+        x = rows(n)
+        assert torch.equal(runner.execute(decode(n, x=x)), x * 2)
+        assert len(runner.buckets) <= 3
+        assert runner.context.live_graphs <= 3
+    one = runtime(double, decode=PhaseConfig(buckets=(1, 2, 4), capture="lazy", max_graphs=1))
+    runner = capture_cuda_graphs(model_runner=one).decode_runner
+    for n in (1, 2, 4, 1, 3):
+        x = rows(n)
+        assert torch.equal(runner.execute(decode(n, x=x)), x * 2)
+        assert runner.context.live_graphs == 1
+
+
+def test_every_bucket_is_warmed_up_with_the_tensors_it_is_captured_with(
+    runtime: Any, decode: Any, rows: Any
+) -> None:
+    """
+    Guards against pytorch/pytorch#185074, #131782 and vllm-project/vllm#42241: what compiles, with a host
+    read, at each new shape has compiled before any capture.
+    """
+    compiled: set[tuple[int, ...]] = set()
+
+    def forward(batch: Any) -> Any:
+        x = batch.inputs["x"]
+        if tuple(x.shape) not in compiled:
+            float(x.sum())
+            compiled.add(tuple(x.shape))
+        return x * 2
+
+    runner = capture_cuda_graphs(model_runner=runtime(forward)).decode_runner
+    assert runner.buckets == (1, 2, 4, 8)
+    batch = decode(3, x=rows(3))
+    assert torch.equal(runner.execute(batch), batch.inputs["x"] * 2)
+
+
+def test_a_tensor_made_on_first_use_does_not_live_in_a_graph(runtime: Any, decode: Any, rows: Any) -> None:
+    """
+    Guards against huggingface/transformers#30775 and sgl-project/sglang-omni#579: a table cached by the
+    first call stays right for eager steps of other shapes after replays.
+    """
+    cached: dict[str, torch.Tensor] = {}
+
+    def forward(batch: Any) -> Any:
+        x = batch.inputs["x"]
+        if "table" not in cached:
+            cached["table"] = torch.arange(3, device=x.device) * 1.0
+        return (x + cached["table"]) * 2
+
+    runner = capture_cuda_graphs(model_runner=runtime(forward)).decode_runner
+    for n in (8, 3, 3, 20, 5, 20):
+        x = rows(n)
+        assert torch.equal(runner.execute(decode(n, x=x)), (x + torch.arange(3, device=x.device)) * 2)
+
+
+def test_warm_up_and_capture_run_on_one_stream_and_the_callers_stays_current(
+    runtime: Any, device: torch.device
+) -> None:
+    """
+    Guards against vllm-project/vllm#53818: a workspace kept per stream, made in the warm-up, is found in
+    the capture.
+    """
+    if device.type == "cpu":
+        pytest.skip("a CPU has no streams")
+    spaces: dict[int, torch.Tensor] = {}
+
+    def forward(batch: Any) -> Any:
+        stream = torch.cuda.current_stream().cuda_stream
+        if torch.cuda.is_current_stream_capturing():
+            return batch.inputs["x"] * spaces[stream]
+        spaces.setdefault(stream, torch.full((3,), 2.0, device=device))
+        return batch.inputs["x"] * spaces[stream]
+
+    before = torch.cuda.current_stream()
+    runner = capture_cuda_graphs(model_runner=runtime(forward)).decode_runner
+    assert torch.cuda.current_stream() == before
+    assert runner.buckets == (1, 2, 4, 8)
+
+
+def test_capture_only_tensors_live_as_long_as_their_graph_and_nothing_else_is_kept(
+    runtime: Any, decode: Any, rows: Any
+) -> None:
+    """
+    Guards against pytorch/pytorch#170646, #174649 and microsoft/onnxruntime#32121: what prepare_capture_batch
+    installed is owned; the batch is not retained; without such tensors nothing is.
+    """
+    batches: list[weakref.ref[Any]] = []
+
+    def prepare(batch: ForwardBatch) -> None:
+        batches.append(weakref.ref(batch))
+        n = batch.num_requests
+        batch.global_num_tokens_gpu = torch.full((4,), 5, device=batch.inputs["x"].device)
+        batch.capture_only["extra"] = torch.full((n, 3), 7.0, device=batch.inputs["x"].device)
+
+    def forward(batch: Any) -> Any:
+        if batch.global_num_tokens_gpu is None:
+            return batch.inputs["x"] * 5 + 7
+        return batch.inputs["x"] * batch.global_num_tokens_gpu[0] + batch.capture_only["extra"]
+
+    toy = runtime(forward, prepare_capture_batch=prepare)
+    capture = capture_cuda_graphs(model_runner=toy)
+    assert batches
+    gc.collect()
+    assert all(ref() is None for ref in batches)
+    assert [shape.retained_bytes for shape in capture.report.shapes] == [32 + n * 12 for n in (8, 4, 2, 1)]
+    poison = [torch.full((n, 3), -1.0, device=toy.device) for n in (8, 4, 2, 1, 8, 4)]
+    for n in (8, 3, 1, 9):
+        x = rows(n)
+        assert torch.equal(capture.decode_runner.execute(decode(n, x=x)), x * 5 + 7)
+    del poison
+    plain = capture_cuda_graphs(model_runner=runtime(double)).report
+    assert {shape.retained_bytes for shape in plain.shapes} == {0}
+
+
+def test_a_callers_batch_is_not_retained(runtime: Any, decode: Any, rows: Any) -> None:
+    """No runner keeps a batch it has run alive, replayed or eager."""
+    runner = capture_cuda_graphs(model_runner=runtime(double)).decode_runner
+    for n in (3, 3, 9):
+        batch = decode(n, x=rows(n))
+        ref = weakref.ref(batch)
+        runner.execute(batch)
+        del batch
+        assert ref() is None
+
+
+# Keys
+
+
+@pytest.mark.parametrize("variants", [("a", "b"), ("b", "a")])
+def test_variants_of_one_bucket_share_no_state(
+    runtime: Any, decode: Any, rows: Any, variants: tuple[str, str]
+) -> None:
+    """
+    Guards against sgl-project/sglang#23727, #23873 and #22809: whatever order variants are captured and
+    replayed in, each replays its own graph; an unknown one runs eagerly.
+    """
+    scale = {None: 1, "a": 2, "b": 3, "c": 4}
+
+    def forward(batch: Any) -> Any:
+        return batch.inputs["x"] * scale[batch.variant]
+
+    config = PhaseConfig(buckets=(4, 8), variants=variants)
+    runner = capture_cuda_graphs(model_runner=runtime(forward, decode=config)).decode_runner
+    for n, variant in ((4, "a"), (4, "b"), (4, "a"), (3, None), (8, "b"), (3, "b"), (2, "c"), (3, "a")):
+        batch = decode(n, x=rows(n), variant=variant)
+        assert torch.equal(runner.execute(batch), forward(batch))
+        key = runner.explain(batch).key
+        assert key is None if variant == "c" else key is not None and key.variant == variant
+    assert runner.stats.eager == {Reason.UNKNOWN_VARIANT: 1}
+
+
+def test_several_tokens_per_request(runtime: Any, decode: Any, rows: Any) -> None:
+    """
+    Guards against vllm-project/vllm-ascend#3909, #3910 and vllm-project/vllm#23679: buckets count requests,
+    so any number of tokens per request fits; fields per request and per token are padded and cut by their
+    own counts.
+    """
+    spec = InputSpec(
+        x=TensorSpec(("tokens", 3), dtype=F32),
+        lengths=TensorSpec(("requests",), fill=1),
+        starts=TensorSpec(("requests+1",), fill="last"),
+    )
+
+    def forward(batch: Any) -> Any:
+        x = batch.inputs["x"]
+        per_request = x.view(-1, 3, 3).sum(dim=1) / batch.inputs["lengths"][:, None]
+        return {
+            "tokens": x * 2,
+            "requests": per_request,
+            "starts": per_request + batch.inputs["starts"][:-1, None],
+        }
+
+    toy = runtime(forward, spec, tokens_per_request=3, decode=PhaseConfig(buckets=(4, 8, 14)))
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    for n in (2, 14, 3, 8, 1):
+        lengths = rows(n, width=1, dtype=I64)[:, 0]
+        starts = torch.arange(n + 1, device=lengths.device) * 3
+        batch = decode(n, per=3, x=rows(3 * n), lengths=lengths, starts=starts)
+        got, wanted = runner.execute(batch), forward(batch)
+        assert got["tokens"].shape == (3 * n, 3)
+        assert got["requests"].shape == (n, 3)
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+        key = runner.explain(batch).key
+        assert key is not None
+        assert key.tokens == 3 * key.size
+    assert runner.stats.ran_eagerly == 0
+
+
+def test_a_host_maximum_is_captured_at_its_worst_and_never_exceeded(
+    runtime: Any, decode: Any, rows: Any
+) -> None:
+    """
+    Guards against facebookresearch/xformers#968, vllm-project/vllm#51119 and sgl-project/sglang#28371: a
+    replay whose host value exceeds the captured one is no replay; there is never a truncated sum.
+    """
+    spec = InputSpec(table=TensorSpec(("requests", UpTo(9))), longest=HostSpec(maximum=4))
+
+    def forward(batch: Any) -> Any:
+        return batch.inputs["table"][:, : batch.inputs["longest"]].sum(dim=1)
+
+    runner = capture_cuda_graphs(model_runner=runtime(forward, spec)).decode_runner
+    for longest in (4, 2, 9, 4):
+        table = rows(3, width=longest, dtype=I64)
+        batch = decode(3, table=table, longest=longest)
+        assert torch.equal(runner.execute(batch), table.sum(dim=1))
+        assert runner.can_run_graph(batch) is (longest <= 4)
+    assert runner.stats.eager == {Reason.HOST_VALUE: 1}
+
+
+def test_an_updated_host_value_runs_eagerly_where_graphs_cannot_be_rewritten(
+    runtime: Any, decode: Any, rows: Any
+) -> None:
+    """
+    Neither CPU nor CUDA graphs are rewritten after capture: no graph is recorded in vain, and the report
+    says why.
+    """
+    spec = InputSpec(x=TensorSpec(("requests", 3), dtype=F32), lengths=HostSpec(update=True))
+
+    def forward(batch: Any) -> Any:
+        return batch.inputs["x"] * sum(batch.inputs["lengths"])
+
+    capture = capture_cuda_graphs(model_runner=runtime(forward, spec))
+    runner = capture.decode_runner
+    assert capture.report.shapes == ()
+    assert Reason.HOST_VALUE in {skip.reason for skip in capture.report.skipped}
+    batch = decode(3, x=rows(3), lengths=[1, 2, 3])
+    assert torch.equal(runner.execute(batch), batch.inputs["x"] * 6)
+    assert runner.stats.eager == {Reason.HOST_VALUE: 1}
+
+
+def test_stages_of_a_pipeline_pass_tensors_on(runtime: Any, decode: Any, rows: Any) -> None:
+    """
+    Guards against vllm-project/vllm#13353: what a former stage hands over is new tensors at every step, and
+    is read anew at every replay.
+    """
+    first = capture_cuda_graphs(
+        model_runner=runtime(lambda b: {"hidden": b.inputs["x"] + 1, "residual": b.inputs["x"] * 2})
+    ).decode_runner
+    spec = InputSpec(
+        stage={
+            "hidden": TensorSpec(("requests", 3), dtype=F32),
+            "residual": TensorSpec(("requests", 3), dtype=F32),
+        }
+    )
+    second = capture_cuda_graphs(
+        model_runner=runtime(lambda b: b.inputs["stage"]["hidden"] * 10 + b.inputs["stage"]["residual"], spec)
+    ).decode_runner
+    for n in (3, 8, 2, 5, 3):
+        x = rows(n)
+        passed = first.execute(decode(n, x=x))
+        assert torch.equal(second.execute(decode(n, stage=dict(passed))), (x + 1) * 10 + x * 2)
+    assert second.stats.replayed == 5
+
+
+# Release, recapture, threads
+
+
+def test_released_graphs_run_eagerly_until_recaptured(runtime: Any, decode: Any, rows: Any) -> None:
+    """release() gives the memory back and every step says so; recapture() brings the same buckets back."""
+    capture = capture_cuda_graphs(model_runner=runtime(double))
+    runner = capture.decode_runner
+    batch = decode(3, x=rows(3))
+    kept = runner.execute(batch)
+    for _ in range(3):
+        runner.release()
+        assert runner.buckets == ()
+        assert runner.context.live_graphs == 0
+        assert runner.context.shared_output.nbytes == 0
+        assert runner.explain(batch).reason is Reason.RELEASED
+        assert torch.equal(runner.execute(batch), kept)
+        with pytest.raises(ReplayError):
+            runner.buffers(3)
+        runner.recapture()
+        assert runner.buckets == (1, 2, 4, 8)
+        assert torch.equal(runner.execute(batch), kept)
+    assert runner.stats.eager == {Reason.RELEASED: 3}
+    assert len(runner.context.shapes) == 4, "what is noted about graphs goes with them"
+
+
+def test_two_threads_in_one_runner_never_mix(runtime: Any, device: torch.device, decode: Any) -> None:
+    """Steps of several threads are serialized: each gets the result of its own batch, replayed or eager."""
+
+    def forward(batch: Any) -> Any:
+        y = batch.inputs["x"]
+        for _ in range(20):
+            y = y + 1
+        return y
+
+    config = PhaseConfig(buckets=(4, 8))
+    runner = capture_cuda_graphs(model_runner=runtime(forward, decode=config)).decode_runner
+    wrong: list[Any] = []
+    start = threading.Barrier(3)
+
+    def work(offset: int) -> None:
+        try:
+            start.wait()
+            for step in range(60):
+                n = (offset + step) % 9 + 1
+                x = torch.full((n, 3), float(1000 * offset + step), device=device)
+                if not torch.equal(runner.execute(decode(n, x=x)), x + 20):
+                    wrong.append((offset, step))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert sum(runner.stats.sizes.values()) == 180
+
+
+def test_two_runners_work_in_two_threads_also_while_one_captures(
+    runtime: Any, decode: Any, device: torch.device
+) -> None:
+    """Runners of different runtimes share nothing: one replays while the other captures lazily."""
+    failed: list[BaseException] = []
+    start = threading.Barrier(2)
+
+    def work(factor: int) -> None:
+        try:
+            toy = runtime(
+                lambda b: b.inputs["x"] * factor, decode=PhaseConfig(buckets=(1, 2, 4, 8), capture="lazy")
+            )
+            runner = capture_cuda_graphs(model_runner=toy).decode_runner
+            start.wait()
+            for step in range(24):
+                n = step % 8 + 1
+                x = torch.full((n, 3), float(step), device=device)
+                assert torch.equal(runner.execute(decode(n, x=x)), x * factor)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(factor,)) for factor in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_a_step_that_fails_eagerly_leaves_the_runner_usable(runtime: Any, decode: Any, rows: Any) -> None:
+    """An error of the model's own passes through unchanged; the next step is right."""
+
+    def forward(batch: Any) -> Any:
+        if batch.num_requests == 9:
+            raise ZeroDivisionError("mine")
+        return batch.inputs["x"] * 2
+
+    runner = capture_cuda_graphs(model_runner=runtime(forward)).decode_runner
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        runner.execute(decode(9, x=rows(9)))
+    batch = decode(3, x=rows(3))
+    assert torch.equal(runner.execute(batch), double(batch))
+
+
+def test_forward_sees_the_worst_case_in_its_dummy_batches(runtime: Any) -> None:
+    """Every batch before serving has the bucket's counts, its variant, the fills and the largest widths."""
+    seen: list[ForwardBatch] = []
+    spec = InputSpec(x=TensorSpec(("requests", UpTo(5)), fill=3), longest=HostSpec(maximum=9))
+
+    def forward(batch: Any) -> Any:
+        seen.append(batch)
+        return batch.inputs["x"] * 2
+
+    capture_cuda_graphs(
+        model_runner=runtime(forward, spec, decode=PhaseConfig(buckets=(4,), variants=("v",)))
+    )
+    assert {batch.variant for batch in seen} == {None, "v"}
+    for batch in seen:
+        assert batch.inputs["x"].shape == (batch.num_requests, 5)
+        assert batch.inputs["longest"] == 9
+        assert batch.num_tokens == batch.num_requests <= 4
+
+
+def test_a_capture_that_cannot_be_prepared_is_a_capture_error(runtime: Any) -> None:
+    """What prepare_capture_batch raises is chained, and names the bucket."""
+
+    def prepare(batch: ForwardBatch) -> None:
+        if batch.num_requests == 2:
+            raise OSError("no such thing")
+
+    toy = runtime(double, prepare_capture_batch=prepare, decode=PhaseConfig(buckets=(2, 8)))
+    with pytest.raises(CaptureError, match="no such thing") as caught:
+        capture_cuda_graphs(model_runner=toy)
+    assert isinstance(caught.value.__cause__, OSError)
