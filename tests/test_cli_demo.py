@@ -138,6 +138,15 @@ class TestDemo:
         assert "no-such-weights is not installed" in error
         assert "random" in error
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+    def test_a_device_that_cannot_be_used_is_an_error_with_its_reason(self, monkeypatch, capsys):
+        """Never a quiet fall to another device."""
+        monkeypatch.setattr(sys, "argv", ["graphplat", "demo", "--random", "--device", "cuda"])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        assert ended.value.code == 1
+        assert "no platform for 'cuda'" in capsys.readouterr().err
+
     def test_a_hugging_face_folder_runs(self, folder):
         """Its tokenizer has no chat template, so that the prompt is taken as it is."""
         found = run("demo", "--model", str(folder), "--prompt", "abc", "--max-new-tokens", "5", "--json")
@@ -145,6 +154,7 @@ class TestDemo:
         assert found.exit_code == 0
         assert report["model"] == str(folder)
         assert report["answers"][0]["prompt_tokens"] == 3
+        assert report["steps"]["prefill"] == {"replayed": {"4": 1}, "eager": {}}
 
     @pytest.mark.parametrize("name", ["missing.gguf", "model.bin", "."])
     def test_what_is_no_model_is_named(self, tmp_path, name):

@@ -113,15 +113,11 @@ def show(report: DemoReport, console: Console) -> None:
     console.print(render.table("Captured shapes", columns, shapes))
     for skip in report.capture.skipped:
         say(f"not captured: {skip.key or skip.phase} ({skip.reason}): {skip.detail}")
-    speeds = [
-        (
-            s.mode,
-            f"{s.prefill_tokens_per_second:.1f}",
-            f"{s.decode_tokens_per_second:.1f}",
-            f"{s.seconds:.2f}",
-        )
-        for s in report.speeds
-    ]
+    speeds = []
+    for speed in report.speeds:
+        rates = (speed.prefill_tokens_per_second, speed.decode_tokens_per_second)
+        shown = ("-" if rate is None else f"{rate:.1f}" for rate in rates)
+        speeds.append((speed.mode, *shown, f"{speed.seconds:.2f}"))
     columns = ("way", "prompt tokens/s", "new tokens/s", "seconds")
     console.print(render.table("Speed", columns, speeds))
     for phase, steps in report.steps.items():

@@ -22,8 +22,6 @@ from graphplat.integrations.weights import LoadedModel, load_model, random_model
 from graphplat.registry import resolve
 from graphplat.runners import BaseRunner
 
-_SMALLEST_PREFILL = 16
-
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and what the graphs made of it."""
@@ -41,7 +39,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """How fast one way of running was."""
 
     mode: str
-    prefill_tokens_per_second: float
+    prefill_tokens_per_second: float | None
+    """``None`` where prefill is not timed apart."""
     decode_tokens_per_second: float
     seconds: float
 
@@ -104,8 +103,8 @@ class Demo:
         Raises :class:`PlatformError` for a device that cannot be used and
         :class:`ConfigError` without weights.
         """
+        resolution = resolve(self.device)
         device = torch.device(self.device)
-        resolution = resolve(device)
         self._say(f"Platform {resolution.platform.name} for {device}: {resolution.because}.")
         loaded = self._load(device)
         self._say(f"Model: {loaded.source}, {self.dtype}.")
@@ -173,7 +172,7 @@ class Demo:
         new = sum(len(tokens) for tokens in found)
         speed = Speed(
             mode="generate(), one by one",
-            prefill_tokens_per_second=0.0,
+            prefill_tokens_per_second=None,
             decode_tokens_per_second=new / seconds,
             seconds=seconds,
         )
@@ -193,12 +192,11 @@ class Demo:
         )
 
     def _prefill_buckets(self, ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Powers of two up to one that holds the longest prompt, so that none runs eagerly."""
-        longest = max(map(len, ids))
-        sizes = [_SMALLEST_PREFILL]
+        """Powers of two from one that holds the shortest prompt to one that holds the longest."""
+        shortest, longest = min(map(len, ids)), max(map(len, ids))
+        sizes = [1]
         while sizes[-1] < longest:
             sizes.append(sizes[-1] * 2)
-        shortest = min(map(len, ids))
         return tuple(size for size in sizes if size >= shortest)
 
     def _generate(

@@ -207,6 +207,8 @@ class Engine:
     def _compact(self) -> None:
         """Bring the running requests into slots 0, 1, 2 … with as few moves as can be."""
         count = len(self._running)
+        if [request.slot for request in self._running] == list(range(count)):
+            return
         gaps = sorted(set(range(count)) - self._slots())
         for request in self._running:
             if request.slot >= count:
