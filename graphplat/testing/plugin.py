@@ -1,0 +1,229 @@
+"""The pytest plugin of the conformance suite; load it with ``-p graphplat.testing.plugin``.
+
+It gates tests by what the platform declares, gives the fixtures ``platform``, ``device`` and
+``host_operator``, marks known failures as strict xfails and writes a JSON report.
+With the variable ``GRAPHPLAT_SIMULATED`` it installs that simulated device first.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform as python_platform
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+import pytest
+
+SUITE = (
+    "suite_runtime",
+    "suite_contract",
+    "suite_replay",
+    "suite_lifetimes",
+    "suite_failures",
+    "suite_threads",
+    "suite_breaks",
+    "suite_updates",
+)
+pytest.register_assert_rewrite(*(f"graphplat.testing.{name}" for name in SUITE))
+
+
+class TestOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One test of the suite: ``passed``, ``failed``, ``skipped`` or ``xfailed``, and why."""
+
+    __test__ = False
+
+    name: str
+    outcome: str
+    seconds: float
+    reason: str = ""
+
+
+class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of the suite against one platform; encodes to JSON for a vendor to publish."""
+
+    platform: str
+    device: str
+    capabilities: dict[str, Any]
+    versions: dict[str, str]
+    totals: dict[str, int]
+    tests: tuple[TestOutcome, ...]
+
+
+@attrs.define(eq=False)
+class _Run:
+    """What one session has seen so far."""
+
+    platform: Any = None
+    device: Any = None
+    outcomes: dict[str, TestOutcome] = attrs.field(factory=dict)
+
+    def note(self, report: pytest.TestReport) -> None:
+        """Keep the outcome of a test; a failing set-up or tear-down counts as its failure."""
+        name = report.nodeid.rpartition("::")[2]
+        if report.when != "call" and report.passed:
+            return
+        outcome, reason = report.outcome, ""
+        if hasattr(report, "wasxfail"):
+            outcome, reason = "xfailed" if report.skipped else "failed", report.wasxfail  # type: ignore[assignment]
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        elif report.failed:
+            reason = str(getattr(report.longrepr, "reprcrash", None) or report.longrepr)
+        known = self.outcomes.get(name)
+        if known is None or known.outcome != "failed":
+            self.outcomes[name] = TestOutcome(
+                name=name, outcome=outcome, seconds=round(report.duration, 4), reason=reason
+            )
+
+    def report(self) -> ConformanceReport:
+        """The report of what was seen."""
+        tests = tuple(self.outcomes.values())
+        found = [test.outcome for test in tests]
+        capabilities = {} if self.platform is None else msgspec.to_builtins(self.platform.capabilities)
+        return ConformanceReport(
+            platform="unknown" if self.platform is None else self.platform.name,
+            device=str(self.device),
+            capabilities=capabilities,
+            versions=_versions(self.platform),
+            totals={outcome: found.count(outcome) for outcome in sorted(set(found))},
+            tests=tests,
+        )
+
+
+_RUN = pytest.StashKey[_Run]()
+
+
+def _versions(platform: Any) -> dict[str, str]:
+    import torch
+
+    found = {"python": python_platform.python_version(), "torch": str(torch.__version__)}
+    names = {"graphplat"}
+    if platform is not None:
+        package = type(platform).__module__.partition(".")[0]
+        names |= set(importlib.metadata.packages_distributions().get(package, ()))
+    for name in sorted(names):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the suite."""
+    group = parser.getgroup("graphplat")
+    group.addoption("--graphplat-device", default=None, help="device to test, such as TYPE or TYPE:1")
+    group.addoption("--graphplat-platform", default=None, help="platform by name, where several serve the type")
+    group.addoption("--graphplat-json", default=None, help="write a JSON report to this file")
+    parser.addini(
+        "graphplat_known_failures",
+        "tests that are known to fail, one a line: NAME: REASON; one that passes is an error",
+        type="linelist",
+        default=[],
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker, and the simulated device where one is asked for."""
+    config.addinivalue_line(
+        "markers", "requires(*capabilities): needs the platform to declare these capabilities"
+    )
+    config.stash[_RUN] = _Run()
+    from graphplat.testing.simulated import install_from_environment
+
+    install_from_environment()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark known failures; naming a test that is not there is an error."""
+    known = {}
+    for line in config.getini("graphplat_known_failures"):
+        name, colon, reason = line.partition(":")
+        if not colon or not reason.strip():
+            raise pytest.UsageError(f"graphplat_known_failures: {line!r} gives no reason; write NAME: REASON")
+        known[name.strip()] = reason.strip()
+    met = set()
+    for item in items:
+        for name in {item.name, getattr(item, "originalname", item.name)} & known.keys():
+            met.add(name)
+            item.add_marker(pytest.mark.xfail(reason=known[name], strict=True))
+    if items and (unknown := sorted(known.keys() - met)):
+        raise pytest.UsageError(f"graphplat_known_failures names unknown tests: {', '.join(unknown)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Note outcomes of tests that use a platform."""
+    report = yield
+    if "platform" in getattr(item, "fixturenames", ()):
+        item.config.stash[_RUN].note(report)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the JSON report."""
+    path = session.config.getoption("--graphplat-json")
+    if path and not session.config.getoption("collectonly"):
+        encoded = msgspec.json.format(msgspec.json.encode(session.config.stash[_RUN].report()))
+        Path(path).write_bytes(encoded + b"\n")
+
+
+@pytest.fixture(scope="session")
+def platform(request: pytest.FixtureRequest) -> Any:
+    """The platform of ``--graphplat-device``; a vendor may define a fixture of this name instead."""
+    from graphplat import platform_for
+
+    wanted = request.config.getoption("--graphplat-device")
+    if wanted is None:
+        raise pytest.UsageError("give --graphplat-device TYPE, or define a fixture named platform")
+    return platform_for(wanted, name=request.config.getoption("--graphplat-platform"))
+
+
+@pytest.fixture
+def device(platform: Any, request: pytest.FixtureRequest) -> Any:
+    """A device of the platform, with its index where it has one."""
+    import torch
+
+    wanted = request.config.getoption("--graphplat-device")
+    kind = torch.device(wanted if wanted is not None else platform.device_type)
+    return torch.zeros(1, device=kind).device
+
+
+@pytest.fixture
+def host_operator() -> Any:
+    """An operator whose host lengths this device can update in a captured graph; see ``docs/vendors.md``.
+
+    A vendor that declares ``update_after_capture`` gives a pair: the keyword's name, and a function
+    ``(query, key, value, lengths) -> out`` that passes *lengths* under that keyword.
+    """
+    import torch
+
+    from graphplat.testing.simulated import installed
+
+    if installed() is None:
+        pytest.skip("no fixture host_operator gives an operator to update")
+    name = "actual_seq_lengths_kv"
+    operator = torch.ops.sim.fused_infer_attention
+
+    def attend(query: Any, key: Any, value: Any, lengths: list[int]) -> Any:
+        return operator(query, key, value, **{name: lengths})
+
+    return name, attend
+
+
+@pytest.fixture(autouse=True)
+def _declared(request: pytest.FixtureRequest) -> None:
+    """Skip a test whose capabilities the platform does not declare."""
+    if "platform" not in request.fixturenames:
+        return
+    platform = request.getfixturevalue("platform")
+    run = request.config.stash[_RUN]
+    run.platform = platform
+    for mark in request.node.iter_markers("requires"):
+        for name in mark.args:
+            if getattr(platform.capabilities, name) in (False, None, "none"):
+                pytest.skip(f"platform {platform.name} does not declare {name}")
+    if "device" in request.fixturenames:
+        run.device = request.getfixturevalue("device")
