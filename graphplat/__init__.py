@@ -6,38 +6,43 @@ step. A hardware vendor ships one plugin. Neither patches the other.
 
 from __future__ import annotations
 
-from graphplat.batch import ForwardBatch, Phase
-from graphplat.breaks import break_graph, eager_on_graph, fork_stream, live_batch
-from graphplat.capture import (
-    CudaGraphsCapture,
-    DecodeGraphCapture,
-    capture_cuda_graphs,
-    capture_decode_graph,
-    capture_prefill_graph,
-)
-from graphplat.config import GraphConfig, PhaseConfig
-from graphplat.errors import (
-    AmbiguousPlatformError,
-    CaptureError,
-    ConfigError,
-    ContractError,
-    GraphplatError,
-    HostReadError,
-    InputError,
-    PlatformError,
-    PluginError,
-    ReplayError,
-    WeightsMovedError,
-)
-from graphplat.hookspecs import hookimpl, hookspec
-from graphplat.inputs import HostSpec, InputSpec, TensorSpec, UpTo
-from graphplat.keys import ShapeKey
-from graphplat.model_runner import ModelRunner
-from graphplat.platform import Platform, PlatformCapabilities
-from graphplat.plugin_hooks import GraphplatWarning
-from graphplat.registry import current_platform, platform_for
-from graphplat.report import CaptureReport, Decision, Reason
-from graphplat.runners import BaseRunner, DecodeGraphRunner, EagerRunner, PrefillGraphRunner
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphplat.batch import ForwardBatch, Phase
+    from graphplat.breaks import break_graph, eager_on_graph, fork_stream, live_batch
+    from graphplat.capture import (
+        CudaGraphsCapture,
+        DecodeGraphCapture,
+        capture_cuda_graphs,
+        capture_decode_graph,
+        capture_prefill_graph,
+    )
+    from graphplat.config import GraphConfig, PhaseConfig
+    from graphplat.errors import (
+        AmbiguousPlatformError,
+        CaptureError,
+        ConfigError,
+        ContractError,
+        GraphplatError,
+        HostReadError,
+        InputError,
+        PlatformError,
+        PluginError,
+        ReplayError,
+        WeightsMovedError,
+    )
+    from graphplat.graphed import graphed
+    from graphplat.hookspecs import hookimpl, hookspec
+    from graphplat.inputs import HostSpec, InputSpec, TensorSpec, UpTo
+    from graphplat.keys import ShapeKey
+    from graphplat.model_runner import ModelRunner
+    from graphplat.platform import Platform, PlatformCapabilities
+    from graphplat.plugin_hooks import GraphplatWarning
+    from graphplat.registry import current_platform, platform_for
+    from graphplat.report import CaptureReport, Decision, Reason
+    from graphplat.runners import BaseRunner, DecodeGraphRunner, EagerRunner, PrefillGraphRunner
 
 __version__ = "0.1.0"
 
@@ -82,8 +87,92 @@ __all__ = [
     "current_platform",
     "eager_on_graph",
     "fork_stream",
+    "graphed",
     "hookimpl",
     "hookspec",
     "live_batch",
     "platform_for",
 ]
+
+_HOME = {
+    "graphplat.batch": (
+        "ForwardBatch",
+        "Phase",
+    ),
+    "graphplat.breaks": (
+        "break_graph",
+        "eager_on_graph",
+        "fork_stream",
+        "live_batch",
+    ),
+    "graphplat.capture": (
+        "CudaGraphsCapture",
+        "DecodeGraphCapture",
+        "capture_cuda_graphs",
+        "capture_decode_graph",
+        "capture_prefill_graph",
+    ),
+    "graphplat.config": (
+        "GraphConfig",
+        "PhaseConfig",
+    ),
+    "graphplat.errors": (
+        "AmbiguousPlatformError",
+        "CaptureError",
+        "ConfigError",
+        "ContractError",
+        "GraphplatError",
+        "HostReadError",
+        "InputError",
+        "PlatformError",
+        "PluginError",
+        "ReplayError",
+        "WeightsMovedError",
+    ),
+    "graphplat.graphed": ("graphed",),
+    "graphplat.hookspecs": (
+        "hookimpl",
+        "hookspec",
+    ),
+    "graphplat.inputs": (
+        "HostSpec",
+        "InputSpec",
+        "TensorSpec",
+        "UpTo",
+    ),
+    "graphplat.keys": ("ShapeKey",),
+    "graphplat.model_runner": ("ModelRunner",),
+    "graphplat.platform": (
+        "Platform",
+        "PlatformCapabilities",
+    ),
+    "graphplat.plugin_hooks": ("GraphplatWarning",),
+    "graphplat.registry": (
+        "current_platform",
+        "platform_for",
+    ),
+    "graphplat.report": (
+        "CaptureReport",
+        "Decision",
+        "Reason",
+    ),
+    "graphplat.runners": (
+        "BaseRunner",
+        "DecodeGraphRunner",
+        "EagerRunner",
+        "PrefillGraphRunner",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name's module when the name is first used, which keeps ``import graphplat`` quick."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -34,7 +34,7 @@ class GraphplatError(Exception):
 
     def _compose(self) -> str:
         where = [
-            f"{label} {value!r}" if isinstance(value, str) else f"{label} {value}"
+            f"{label} '{value}'" if isinstance(value, str) else f"{label} {value}"
             for label, value in (
                 ("platform", self.platform),
                 ("phase", self.phase),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import msgspec
 import torch
-import torch.distributed as dist
 
 from graphplat.errors import CaptureError
 from graphplat.keys import ShapeKey
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -34,7 +36,7 @@ class PeerAgreement:
     (gloo) keeps the device out of it.
     """
 
-    group: dist.ProcessGroup
+    group: ProcessGroup
 
     def agree(self, size: int, *, can_graph: bool, error: bool = False) -> Agreement:
         """Combine this rank's *size* and path with those of all ranks; idle ranks pass 0."""
@@ -52,17 +54,18 @@ class PeerAgreement:
         highest, lowest = self._maximum([digest, -digest])
         if highest != -lowest:
             raise CaptureError(
-                f"ranks would capture different shapes; rank {dist.get_rank(self.group)} has {len(keys)}: "
+                "ranks would capture different shapes; "
+                f"rank {torch.distributed.get_rank(self.group)} has {len(keys)}: "
                 f"{', '.join(map(str, keys[:4]))} …",
                 hint="Give every rank the same GraphConfig",
             )
 
     def _maximum(self, values: list[int]) -> list[int]:
-        device = "cpu" if dist.get_backend(self.group) == "gloo" else None
+        device = "cpu" if torch.distributed.get_backend(self.group) == "gloo" else None
         tensor = torch.tensor(values, dtype=torch.int64)
         if device is None:
             tensor = tensor.to(_group_device(self.group))
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=self.group)
         return [int(value) for value in tensor.tolist()]
 
 

@@ -1,0 +1,156 @@
+"""The simple way in: replay a function or module from graphs, with no engine around it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from graphplat import tree
+from graphplat.batch import ForwardBatch, Phase
+from graphplat.capture import capture_cuda_graphs
+from graphplat.config import GraphConfig, PhaseConfig
+from graphplat.errors import InputError
+from graphplat.inputs import HostSpec, InputSpec, TensorSpec, UpTo
+from graphplat.model_runner import ModelRunner
+from graphplat.report import CaptureReport, Reason, RunnerStats
+from graphplat.runners import BaseRunner
+
+Dims = Sequence[str | int | UpTo]
+
+
+def graphed(
+    function: Callable[..., Any],
+    example: Any,
+    *,
+    dims: Dims | Mapping[str, Dims] | None = None,
+    buckets: Sequence[int] | None = None,
+    fill: Mapping[str, int | float | bool] | None = None,
+    **settings: Any,
+) -> Graphed:
+    """Capture *function* for each of *buckets* and return a callable with its signature.
+
+    *example* holds the arguments of one call: a tensor, a tuple of positional ones or
+    a dict of named ones. *dims* describes the tensors, for all or by argument name:
+    ``"requests"`` first where rows vary, then numbers or :class:`UpTo`; by default axis 0 of
+    every tensor counts rows and the rest is as in *example*. *fill* is what padded
+    rows hold, by argument name (0). Other arguments are constants: a call with other
+    constants, or with other arguments, runs *function* itself. *settings* are those of
+    :class:`PhaseConfig`.
+
+    Results carry no gradient. A tensor that *function* closes over is read at its address
+    of now; give a module, whose parameters and buffers are watched, where they may move.
+
+    Raises :class:`InputError` for an example without a tensor of rows, and what
+    :func:`capture_cuda_graphs` raises.
+    """
+    runner = FunctionRunner(function, example, dims, fill or {})
+    runner.graph_config = GraphConfig(
+        decode=PhaseConfig(buckets=None if buckets is None else tuple(buckets), **settings)
+    )
+    return Graphed(runner)
+
+
+class FunctionRunner(ModelRunner):
+    """A runtime made of one function: a decode step whose requests are rows."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        example: Any,
+        dims: Dims | Mapping[str, Dims] | None,
+        fill: Mapping[str, int | float | bool],
+    ) -> None:
+        self.function = function
+        owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+        self.model = owner if isinstance(owner, torch.nn.Module) else torch.nn.Module()
+        called = function.forward if isinstance(function, torch.nn.Module) else function
+        self.signature = inspect.signature(called)
+        self.example = self._bind_example(example)
+        tensors = {p: leaf for p, leaf in tree.walk(self.example) if isinstance(leaf, torch.Tensor)}
+        if not tensors:
+            raise InputError("the example holds no tensor")
+        self.device = next(iter(tensors.values())).device
+        self._spec = InputSpec(**tree.map_leaves(functools.partial(_declare, dims, fill), self.example))
+        self.rows_path = next((p for p, s in self._spec.tensors.items() if s.row_dim == "requests"), None)
+        if self.rows_path is None:
+            raise InputError('no tensor of the example has the dimension "requests"', hint="Set dims")
+
+    def input_spec(self, phase: Phase) -> InputSpec:
+        """The arguments, as the example declared them."""
+        return self._spec
+
+    def forward(self, batch: ForwardBatch) -> Any:
+        """Call the function with the batch's inputs."""
+        return self.call(batch.inputs)
+
+    def call(self, arguments: dict[str, Any]) -> Any:
+        """Call the function with *arguments* by name."""
+        bound = inspect.BoundArguments(self.signature, cast("Any", dict(arguments)))
+        return self.function(*bound.args, **bound.kwargs)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name, as the function's signature takes them."""
+        return dict(self.signature.bind(*args, **kwargs).arguments)
+
+    def _bind_example(self, example: Any) -> dict[str, Any]:
+        if isinstance(example, dict):
+            return self.bind((), example)
+        return self.bind(example if isinstance(example, tuple) else (example,), {})
+
+
+class Graphed:
+    """A callable that replays graphs; ``stats`` counts what ran how, ``report`` what was captured."""
+
+    def __init__(self, model_runner: FunctionRunner) -> None:
+        self._model_runner = model_runner
+        self._hosts = model_runner.input_spec(Phase.DECODE).hosts
+        capture = capture_cuda_graphs(model_runner=model_runner)
+        self.runner: BaseRunner = capture.decode_runner
+        self.report: CaptureReport = capture.report
+        functools.update_wrapper(self, model_runner.function, updated=())
+
+    @property
+    def stats(self) -> RunnerStats:
+        """Counts of this callable's calls."""
+        return self.runner.stats
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; raises :class:`InputError` for a tensor that is not as declared."""
+        runner = self._model_runner
+        arguments = runner.bind(args, kwargs)
+        if arguments.keys() != runner.example.keys():
+            self.stats.eager[Reason.OPTIONAL_INPUTS] += 1
+            with torch.no_grad():
+                return runner.call(arguments)
+        rows = _rows(arguments, cast(str, runner.rows_path))
+        return self.runner.execute(
+            ForwardBatch(phase=Phase.DECODE, num_requests=rows, num_tokens=rows, inputs=arguments)
+        )
+
+    def release(self) -> None:
+        """Destroy the graphs; calls run eagerly."""
+        self.runner.release()
+
+
+def _declare(
+    dims: Dims | Mapping[str, Dims] | None, fill: Mapping[str, Any], path: str, leaf: Any
+) -> TensorSpec | HostSpec:
+    if not isinstance(leaf, torch.Tensor):
+        return HostSpec(values=(leaf,))
+    name = path.split(".", maxsplit=1)[0].split("[", maxsplit=1)[0]
+    given = dims.get(path, dims.get(name)) if isinstance(dims, Mapping) else dims
+    if given is None:
+        given = ("requests", *leaf.shape[1:]) if leaf.dim() else ()
+    return TensorSpec(cast("Any", tuple(given)), dtype=leaf.dtype, fill=fill.get(path, fill.get(name, 0)))
+
+
+def _rows(arguments: dict[str, Any], path: str) -> int:
+    """The rows of the tensor at *path*, or 0 where there is none; the runner's check words the error."""
+    value: Any = arguments.get(path)
+    if value is None:
+        value = next((leaf for where, leaf in tree.walk(arguments) if where == path), None)
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else 0

