@@ -17,6 +17,7 @@ from graphplat.runners.base import BaseRunner
 from graphplat.runners.context import RunnerContext
 from graphplat.runners.decode import DecodeGraphRunner
 from graphplat.runners.eager import EagerRunner
+from graphplat.runners.graph import GraphRunner
 from graphplat.runners.prefill import PrefillGraphRunner
 
 
@@ -93,7 +94,7 @@ def capture_cuda_graphs(
 
 
 def capture_prefill_graph(*, model_runner: ModelRunner, eager_runner: EagerRunner) -> BaseRunner:
-    """Capture prefill graphs; returns *eager_runner* when prefill has none.
+    """Capture prefill graphs; returns *eager_runner* when prefill is off or no bucket fits.
 
     Raises as :func:`capture_cuda_graphs`.
     """
@@ -107,6 +108,8 @@ def capture_prefill_graph(*, model_runner: ModelRunner, eager_runner: EagerRunne
         runner = context.hooks.create_prefill_runner(context.platform, model_runner, eager_runner)
     runner = runner or PrefillGraphRunner(context.platform, model_runner, eager_runner)
     runner.capture()
+    if isinstance(runner, GraphRunner) and not runner.has_room():
+        return eager_runner
     return runner
 
 
@@ -170,5 +173,8 @@ def _preallocate_symmetric_memory(context: RunnerContext) -> None:
     if not runner.enable_symm_mem or runner.is_draft_worker:
         return
     context.symmetric_memory = context.platform.preallocate_symmetric_memory(
-        device=runner.device, stream=runner.forward_stream, group=runner.process_group
+        device=runner.device,
+        stream=runner.forward_stream,
+        group=runner.process_group,
+        nbytes=runner.symm_mem_bytes,
     )

@@ -84,7 +84,7 @@ class RunnerContext:
             model_runner,
             StaticArena(platform, model_runner.device),
             ForwardHooks(model_runner),
-            GraphSharedOutput.create_for_model_runner(model_runner),
+            GraphSharedOutput(),
             peers=None if group is None else PeerAgreement(group),
         )
 

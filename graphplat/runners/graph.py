@@ -93,6 +93,11 @@ class GraphRunner(BaseRunner):
         """Sizes that have a graph, ascending."""
         return tuple(sorted({key.size for key in self.entries}))
 
+    def has_room(self) -> bool:
+        """Whether any planned shape has a graph, or may get one by another capture."""
+        lost = {key for key, (reason, _) in self.missing.items() if reason is not Reason.CAPTURE_FAILED}
+        return any(key not in lost for key in self.keys.values())
+
     def buffers(self, size: int, **family: Any) -> dict[str, torch.Tensor]:
         """The static inputs of the bucket that holds *size*, cut to *size* rows, by field path.
 
