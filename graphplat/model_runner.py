@@ -43,6 +43,9 @@ class ModelRunner:
     forward_hooks: Sequence[ForwardHook] = ()
     """Registered on the model after capture; never traced into a graph."""
     enable_symm_mem: bool = False
+    """Preallocate symmetric memory of ``process_group`` after capture."""
+    symm_mem_bytes: int = 64 << 20
+    """Bytes of symmetric memory on each rank."""
     forward_stream: Any = None
     """The stream that the runtime's forward passes use, if it is not the current one."""
     canary_manager: CanaryManager | None = None

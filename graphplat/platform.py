@@ -163,8 +163,10 @@ class Platform:
     def empty_cache(self) -> None:
         """Return unused cached memory to the device."""
 
-    def preallocate_symmetric_memory(self, *, device: torch.device, stream: Any, group: Any) -> Any:
-        """Set up the symmetric memory pool of *group*, on *stream* if given; returns what owns it.
+    def preallocate_symmetric_memory(
+        self, *, device: torch.device, stream: Any, group: Any, nbytes: int
+    ) -> Any:
+        """Set up *nbytes* of symmetric memory of *group*, on *stream* if given; returns what owns it.
 
         Needs the capability ``symmetric_memory``.
         """

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphplat import Platform, PlatformCapabilities, hookimpl
+from graphplat import Platform, PlatformCapabilities, PlatformError, hookimpl
 from graphplat.streamgraph import StreamGraphApi, StreamGraphPlatform
 
 
@@ -37,6 +37,7 @@ class CudaPlatform(StreamGraphPlatform):
         collectives_in_capture=True,
         generators_in_capture=True,
         pinned_memory=True,
+        symmetric_memory=True,
     )
 
     def is_out_of_tree(self) -> bool:
@@ -49,6 +50,24 @@ class CudaPlatform(StreamGraphPlatform):
             raise RuntimeError(f"torch {torch.__version__} is built without CUDA or ROCm")
         if torch.cuda.device_count() == 0:
             raise RuntimeError("no CUDA device is visible")
+
+    def preallocate_symmetric_memory(
+        self, *, device: torch.device, stream: Any, group: Any, nbytes: int
+    ) -> Any:
+        """Allocate *nbytes* that every rank of *group* maps, and exchange the mappings.
+
+        Collective: all ranks must call it. Returns the tensor and its handle, which own the memory.
+        """
+        if group is None:
+            raise PlatformError(
+                "symmetric memory needs a process group", platform=self.name, hint="Set process_group"
+            )
+        with self.use_stream(stream if stream is not None else self.current_stream(device)):
+            # torch documents this module by its underscored name; there is no other.
+            from torch.distributed import _symmetric_memory as symmetric_memory
+
+            buffer = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            return buffer, symmetric_memory.rendezvous(buffer, group)
 
     def _after_invalid_end(self, graph: Any, pool: Any, stream: Any) -> bool:
         """Repair what ``CUDAGraph.capture_end`` leaves when it raises (torch 2.11 to 2.13).
