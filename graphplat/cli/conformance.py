@@ -11,7 +11,9 @@ import typer
 def command(
     device: Annotated[str, typer.Option(help="The device to test: TYPE or TYPE:INDEX.")],
     json: Annotated[Path | None, typer.Option("--json", help="Write a JSON report to this file.")] = None,
-    platform: Annotated[str | None, typer.Option(help="The platform by name, where several serve TYPE.")] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="The platform by name, where several serve TYPE.")
+    ] = None,
     known_failure: Annotated[
         list[str] | None, typer.Option(help='A test known to fail, as "NAME: REASON"; may be repeated.')
     ] = None,

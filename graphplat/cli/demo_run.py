@@ -192,10 +192,11 @@ class Demo:
         )
 
     def _prefill_buckets(self, ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Powers of two from one that holds the shortest prompt to one that holds the longest."""
-        shortest, longest = min(map(len, ids)), max(map(len, ids))
+        """Powers of two from one that holds the shortest prompt to one that holds any two."""
+        shortest = min(map(len, ids))
+        largest = max(map(len, ids)) * min(2, self.batch)
         sizes = [1]
-        while sizes[-1] < longest:
+        while sizes[-1] < largest:
             sizes.append(sizes[-1] * 2)
         return tuple(size for size in sizes if size >= shortest)
 

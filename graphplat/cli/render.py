@@ -61,7 +61,7 @@ class CaptureBar:
         """Move the bar."""
         if event.kind == "start" or self._task is None:
             self._task = self.progress.add_task(f"capturing {event.phase}", total=event.total)
-        label = f"capturing {event.phase}"
+        label = f"{'compiling' if event.kind == 'compiling' else 'capturing'} {event.phase}"
         if event.key is not None:
             label += f" {event.key.size}"
         if event.kind == "end":
