@@ -83,7 +83,7 @@ def make_plugin(
             graph.abort()
             return True
 
-        def preallocate_symmetric_memory(self, *, device: Any, stream: Any, group: Any) -> Any:
+        def preallocate_symmetric_memory(self, *, device: Any, stream: Any, **more: Any) -> Any:
             events.note(f"symmetric memory on {device} {stream}")
             return "pool"
 

@@ -223,7 +223,9 @@ class CaptureBackend(abc.ABC):
             for graph in self.device_graphs(key):
                 self.platform.update_graph(graph, values)
         except Exception as error:
-            failed = self._error(ReplayError, f"host values {sorted(values)} could not be updated", key, error)
+            failed = self._error(
+                ReplayError, f"host values {sorted(values)} could not be updated", key, error
+            )
             try:  # the replay under way waits for values: those of the capture let it end
                 for graph in self.device_graphs(key):
                     self.platform.update_graph(graph, self.context.host_fills(key))
@@ -353,8 +355,11 @@ class CaptureBackend(abc.ABC):
     @contextlib.contextmanager
     def _random_state_kept(self) -> Iterator[None]:
         state = self.platform.rng_state(self.device)
+        private = [generator.get_state() for generator in self.generators]
         try:
             yield
         finally:
             if state is not None:
                 self.platform.set_rng_state(self.device, state)
+            for generator, kept in zip(self.generators, private, strict=True):
+                generator.set_state(kept)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from graphplat import buckets as ladders
 from graphplat import guard
-from graphplat.errors import CaptureError, PlatformError
+from graphplat.errors import CaptureError, PlatformError, PluginError
 from graphplat.hookspecs import CaptureProgress
 from graphplat.report import Reason, ShapeReport
 from graphplat.runners import deciding
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from graphplat.backends import CapturedShape
-    from graphplat.batch import ForwardBatch
+    from graphplat.batch import ForwardBatch, Phase
     from graphplat.buffers import BoundInputs
     from graphplat.keys import ShapeKey
     from graphplat.runners.graph import GraphRunner
@@ -74,26 +76,53 @@ def _limit(runner: GraphRunner) -> int | None:
 def capture_shapes(runner: GraphRunner, keys: list[ShapeKey]) -> None:
     """Record *keys* in order, inside one session with the plugins' participants."""
     context = runner.context
-    finished = False
     with contextlib.ExitStack() as stack:
         if context.hooks is not None:
             for participant in context.hooks.capture_participants(
                 context.platform, context.model_runner, runner.phase
             ):
-                stack.enter_context(participant)
+                stack.enter_context(Participant(participant, context.platform.name, runner.phase))
         stack.enter_context(context.forward_hooks.suspended())
         stack.enter_context(runner.backend.capture_session())
         _report(runner, "start", len(keys), 0)
         for done, key in enumerate(keys):
             _capture_key(runner, key, len(keys), done)
         _report(runner, "end", len(keys), len(keys))
-        finished = True
-    if not finished:
-        raise CaptureError(
-            "a capture participant suppressed the error that ended the capture",
-            platform=runner.platform.name,
-            phase=runner.phase,
-            hint="Its __exit__ must not return True",
+
+
+@attrs.frozen
+class Participant:
+    """A plugin's context manager around a capture, which can neither hide nor replace its error."""
+
+    manager: AbstractContextManager[Any]
+    platform: str
+    phase: Phase
+
+    def __enter__(self) -> None:
+        try:
+            self.manager.__enter__()
+        except Exception as error:
+            raise self._error("entered", error) from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            hidden = self.manager.__exit__(kind, error, trace)
+        except Exception as failed:
+            if error is None:
+                raise self._error("left", failed) from failed
+            if failed is not error:
+                error.add_note(str(self._error("left", failed)))
+        else:
+            if hidden and error is not None:
+                error.add_note(f"capture participant {self.manager!r} tried to suppress this error")
+
+    def _error(self, what: str, error: Exception) -> PluginError:
+        return PluginError(
+            f"capture participant {self.manager!r} could not be {what}: {type(error).__name__}: {error}",
+            platform=self.platform,
+            phase=self.phase,
         )
 
 
