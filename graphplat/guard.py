@@ -36,12 +36,13 @@ def garbage_collection_held() -> Iterator[None]:
 
 
 def compiled_frames() -> int:
-    """How many frames torch's compiler has translated so far; 0 if it was never loaded."""
+    """How often torch's compiler has translated something so far; 0 if it was never loaded."""
     if "torch._dynamo.utils" not in sys.modules:
         return 0
     from torch._dynamo.utils import counters  # no public counter of compilations exists
 
-    return int(counters["frames"]["total"])
+    # Frames count what may break into pieces, graphs what was compiled whole too.
+    return int(counters["frames"]["total"]) + int(counters["stats"]["unique_graphs"])
 
 
 def user_frame(error: BaseException) -> str | None:

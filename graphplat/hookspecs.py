@@ -31,7 +31,10 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class CaptureProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a capture: ``start``, ``captured``, ``skipped`` or ``end`` of a phase."""
+    """One event of a capture: ``start``, ``compiling``, ``captured``, ``skipped`` or ``end`` of a phase.
+
+    ``compiling`` comes before a shape of the ``compiled`` backend, which may take long.
+    """
 
     kind: str
     phase: Phase

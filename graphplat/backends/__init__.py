@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphplat.backends.base import CaptureBackend, CapturedShape, Place
 from graphplat.backends.breakable import BreakableBackend
+from graphplat.backends.compiled import CompiledBackend
 from graphplat.backends.full import FullBackend
 from graphplat.errors import ConfigError, PlatformError
 
@@ -13,9 +14,20 @@ if TYPE_CHECKING:
     from graphplat.config import PhaseConfig
     from graphplat.runners.context import RunnerContext
 
-__all__ = ["BreakableBackend", "CaptureBackend", "CapturedShape", "FullBackend", "make_backend"]
+__all__ = [
+    "BreakableBackend",
+    "CaptureBackend",
+    "CapturedShape",
+    "CompiledBackend",
+    "FullBackend",
+    "make_backend",
+]
 
-_BACKENDS: dict[str, type[CaptureBackend]] = {"full": FullBackend, "breakable": BreakableBackend}
+_BACKENDS: dict[str, type[CaptureBackend]] = {
+    "full": FullBackend,
+    "breakable": BreakableBackend,
+    "compiled": CompiledBackend,
+}
 
 
 def make_backend(

@@ -70,6 +70,8 @@ class CaptureBackend(abc.ABC):
     name: ClassVar[str] = "abstract"
     needs: ClassVar[tuple[str, ...]] = ("graph_capture",)
     """Capabilities without which this backend is refused."""
+    prepares: ClassVar[str | None] = None
+    """The progress event that announces a shape which may take long, such as ``compiling``."""
 
     @classmethod
     def lacking(cls, capabilities: PlatformCapabilities) -> str | None:
@@ -108,6 +110,13 @@ class CaptureBackend(abc.ABC):
             finally:
                 if caller is not None:
                     self.platform.wait_stream(caller, stream)
+
+    def bind(
+        self, shape_key: ShapeKey, forward: Callable[[ForwardBatch], Any], batch: ForwardBatch
+    ) -> Callable[[], Any]:
+        """What :meth:`capture_one` records for *shape_key*: *forward* of the static *batch*."""
+        del shape_key
+        return lambda: forward(batch)
 
     def capture_one(
         self,
@@ -223,9 +232,7 @@ class CaptureBackend(abc.ABC):
             for graph in self.device_graphs(key):
                 self.platform.update_graph(graph, values)
         except Exception as error:
-            failed = self._error(
-                ReplayError, f"host values {sorted(values)} could not be updated", key, error
-            )
+            failed = self._error(ReplayError, f"host values {sorted(values)} could not be updated", key, error)
             try:  # the replay under way waits for values: those of the capture let it end
                 for graph in self.device_graphs(key):
                     self.platform.update_graph(graph, self.context.host_fills(key))

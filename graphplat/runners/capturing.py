@@ -132,6 +132,8 @@ def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> N
     if budget is not None and spent >= budget * 2**30:
         _miss(runner, key, Reason.MEMORY_BUDGET, f"{spent} bytes spent of {budget} GiB")
         return
+    if runner.backend.prepares is not None:
+        _report(runner, runner.backend.prepares, total, done, key=key)
     try:
         inputs, captured = _capture(runner, key)
     except CaptureError as error:
@@ -159,7 +161,7 @@ def _capture(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, CapturedS
     writes = runner.context.arena.writes
     captured = runner.backend.capture_one(
         key,
-        lambda: runner.eager_runner.forward(batch),
+        runner.backend.bind(key, runner.eager_runner.forward, batch),
         capture_inputs=installed_tensors(before, batch) or None,
         post_warmup_hook=runner.model_runner.post_warmup,
     )
