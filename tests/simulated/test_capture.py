@@ -400,6 +400,42 @@ def test_another_threads_operators_are_not_captured(sim, dev, graph_type, x):
     assert y.tolist() == [1, 2, 3, 4]
 
 
+def test_a_busy_thread_beside_many_captures(sim, dev, graph_type):
+    """
+    In thread-local mode another thread may allocate, pin, copy and synchronize during captures: its numbers
+    and the graphs' are right.
+    """
+    if "capture_error_mode" not in sim.profile.begin_keywords:
+        pytest.skip("this vendor has no capture error mode")
+    stop, rounds = threading.Event(), []
+
+    def work():
+        with dev.stream(dev.Stream()):
+            while not stop.is_set():
+                y = torch.full((100,), 2.0, device=sim.name)
+                staging = torch.ones(100).pin_memory()
+                y.add_(staging.to(sim.name, non_blocking=True))
+                rounds.append(y.sum().item())
+                dev.empty_cache()
+                dev.synchronize()
+
+    x = torch.ones(64, device=sim.name)
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for step in range(20):
+            graph = graph_type()
+            with Capturing(dev, graph, capture_error_mode="thread_local"):
+                y = (x + 1) * 2
+            x.fill_(step)
+            graph.replay()
+            assert y.tolist() == [2.0 * step + 2] * 64
+    finally:
+        stop.set()
+        thread.join()
+    assert set(rounds) <= {300.0}
+
+
 def test_captured_random_numbers_are_drawn_again(sim, dev, graph_type):
     """
     Two replays draw different numbers, reseeding gives the same again, and a foreign generator has to be

@@ -47,6 +47,38 @@ assert torch.device("acme:1").index == 1 and torch.acme.device_count() == 2
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=120)
 
 
+def test_a_profile_shapes_the_device():
+    """
+    A vendor's own names and keywords, a device without graphs, and missing optional calls can be had.
+    """
+    script = """
+import inspect, torch
+from attrs import evolve
+from graphplat.testing.simulated import SimProfile, install_simulated
+profile = SimProfile(
+    graph_class="WidgetGraph", graph_argument="widget", context_keywords=("stream",), begin_keywords=(),
+    absent=frozenset({"empty_cache", "MemPool"}), deferred=True, record_only=False, memory_bytes=1 << 20,
+)
+install_simulated("widget", profile=profile)
+assert str(inspect.signature(torch.widget.graph)) == "(widget, stream=None)"
+assert not hasattr(torch.widget, "empty_cache") and not hasattr(torch.widget, "MemPool")
+assert torch.widget.mem_get_info()[1] == 1 << 20
+torch.widget.WidgetGraph()
+x = torch.zeros(3, device="widget") + 1
+assert not torch.widget.current_stream().query()
+assert x.tolist() == [1, 1, 1]
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=120)
+    script = """
+import torch
+from graphplat.testing.simulated import SimProfile, install_simulated
+install_simulated("plain", profile=SimProfile(graphs=False))
+assert not hasattr(torch.plain, "graph") and not hasattr(torch.plain, "is_current_stream_capturing")
+assert torch.ones(2, device="plain").sum().item() == 2
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=120)
+
+
 def test_importing_the_package_installs_nothing():
     """
     Without a call, torch keeps its unnamed private device and no module is added.

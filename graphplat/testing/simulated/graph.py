@@ -123,11 +123,12 @@ class SimGraph:
             raise RuntimeError("instantiate() before a successful capture")
         faults.hit("instantiate")
         limit = runtime.profile.max_graphs
-        if not self.executable:
-            if limit is not None and runtime.counters.executables >= limit:
-                raise SimulatedDeviceError(f"too many live graphs: the device holds at most {limit}")
-            runtime.counters.executables += 1
-            self.executable = True
+        with runtime.lock:
+            if not self.executable:
+                if limit is not None and runtime.counters.executables >= limit:
+                    raise SimulatedDeviceError(f"too many live graphs: the device holds at most {limit}")
+                runtime.counters.executables += 1
+                self.executable = True
         runtime.counters.instantiations += 1
 
     # -- use ---------------------------------------------------------------------------------------------
@@ -158,15 +159,14 @@ class SimGraph:
         self._destroy()
 
     def _destroy(self) -> None:
-        counters = active().counters
-        if self.nodes is not None:
-            counters.graphs -= 1
-        if self.executable:
-            counters.executables -= 1
-        self.nodes, self.records, self.executable = None, [], False
+        runtime = active()
+        with runtime.lock:
+            runtime.counters.graphs -= self.nodes is not None
+            runtime.counters.executables -= self.executable
+            self.nodes, self.records, self.executable = None, [], False
         self.graph_dispatch_mode.graph_dispatch_records = []
         self.updates_issued = self.replays_done = 0
-        if active().profile.reset_releases_pool:
+        if runtime.profile.reset_releases_pool:
             self._release_pool()
 
     def _release_pool(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import Stall
+from .errors import SimulatedDeviceError, Stall
 from .profiles import SimProfile
 from .runtime import active
 from .signatures import parameters, signed
@@ -109,7 +109,9 @@ def _state(stream: Stream | None) -> StreamState:
 class SimEvent:
     """A place in a stream; `event_class` gives it the vendor's keywords."""
 
-    def __init__(self, enable_timing: bool = False, **_ignored: Any) -> None:
+    def __init__(self, enable_timing: bool = False, *, external: bool = False, **_ignored: Any) -> None:
+        if external:
+            raise SimulatedDeviceError("Event(external=True) is not simulated")
         self.enable_timing = enable_timing
         self.state = EventState()
 

@@ -36,11 +36,11 @@ def is_pinned(tensor: torch.Tensor, device: object = None) -> bool:
 
 
 def _register(tensor: torch.Tensor) -> None:
-    pinned = active().pinned
-    for address in [a for a, ref in pinned.items() if ref.expired()]:
-        del pinned[address]
-    storage = tensor.untyped_storage()
-    pinned[storage.data_ptr()] = _weak(storage)
+    runtime, storage = active(), tensor.untyped_storage()
+    with runtime.lock:
+        for address in [a for a, ref in runtime.pinned.items() if ref.expired()]:
+            del runtime.pinned[address]
+        runtime.pinned[storage.data_ptr()] = _weak(storage)
 
 
 def _weak(storage: torch.UntypedStorage) -> Any:

@@ -244,8 +244,8 @@ def device_module(runtime: Runtime) -> ModuleType:
         members |= {"MemPool": MemPool, "use_mem_pool": _use_mem_pool}
     if profile.external_event:
         members["ExternalEvent"] = ExternalEvent
-    for name, member in members.items():
-        setattr(module, name, member)
+    for name in members.keys() - profile.absent:
+        setattr(module, name, members[name])
     return module
 
 

@@ -34,11 +34,13 @@ ERROR_MODES: Final = ("global", "thread_local", "relaxed")
 class SimProfile:
     """How a simulated device poses: the names it exposes, and the rules it enforces.
 
-    The first group shapes the Python API; a keyword or method that is not listed does not exist. The second
-    group sets behaviour: ``record_only`` executes nothing during capture; ``deferred`` queues all work until
-    a stream or device synchronize, or a host read; ``poison_freed`` overwrites memory when its tensor dies;
-    ``default_error_mode`` is what a capture uses that names no mode; ``update_list_check`` raises for a list
-    of another length than the captured one; ``memory_bytes`` is the size of each device.
+    The first group shapes the Python API; a keyword or method that is not listed does not exist, nor does a
+    module member named in ``absent`` (``{"empty_cache", "mem_get_info"}``, say).
+
+    The second group sets behaviour: ``record_only`` executes nothing during capture; ``deferred`` queues all
+    work until a stream or device synchronize, or a host read; ``poison_freed`` overwrites memory when its
+    tensor dies; ``default_error_mode`` is what a capture uses that names no mode; ``update_list_check``
+    raises for a list of another length than the captured one; ``memory_bytes`` is the size of each device.
     """
 
     graph_class: str = "Graph"
@@ -52,6 +54,7 @@ class SimProfile:
     external_event: bool = False
     mem_pool: bool = True
     dump_suffix: str | None = None
+    absent: frozenset[str] = frozenset()
 
     record_only: bool = True
     deferred: bool = False

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from attrs import define, field
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .errors import CaptureViolationError, SimulatedDeviceError
 from .memory import DeviceMemory, Pool, Segment
@@ -53,7 +54,8 @@ class Device:
 
     def all_streams(self) -> list[StreamState]:
         """Every stream ever made here."""
-        return [self.default_stream, *self.streams]
+        with DEVICE_LOCK:
+            return [self.default_stream, *self.streams]
 
 
 class _Thread(threading.local):
@@ -149,7 +151,8 @@ class Runtime:
     def new_stream(self, index: int, priority: int) -> StreamState:
         """A stream of its own on a device."""
         stream = StreamState(self.new_id(), index, priority=priority, deferred=self.profile.deferred)
-        self.devices[index].streams.add(stream)
+        with self.lock:
+            self.devices[index].streams.add(stream)
         return stream
 
     @contextmanager
@@ -233,6 +236,8 @@ class Runtime:
         for device in self.devices:
             for stream in device.all_streams():
                 stream.drop_queue()
+        while (modes := _get_current_dispatch_mode_stack()) and getattr(modes[-1], "simulated", False):
+            modes[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._thread.device = 0
         self._thread.streams.clear()
         self._thread.pools.clear()

@@ -60,6 +60,8 @@ class UpdateRecord:
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Marks the operators of `HANDLERS` while it is pushed, so that their capture makes a record."""
 
+    simulated = True
+
     graph_dispatch_records: Sequence[UpdateRecord] = ()
     """The records of the graph that owns this mode, as the vendor keeps them."""
 
