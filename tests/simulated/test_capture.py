@@ -477,17 +477,20 @@ def test_host_scalars_are_frozen(dev, graph_type, x):
     assert y.tolist() == [0, 2, 4, 6]
 
 
-def test_a_graph_replays_on_its_own_device(sim, dev, graph_type):
+def test_a_graph_replays_on_its_own_device(sim, dev, graph_type, deferred):
     """
-    A graph of device 1 replays there, also when another device is current.
+    A graph of device 1 replays there, on that device's current stream, also when another device is current.
     """
     graph = graph_type()
     with dev.device(1):
         x = torch.ones(3, device=sim.name)
         with dev.graph(graph, stream=dev.Stream()):
             y = x + 1
+    dev.synchronize(1)
     assert y.device.index == 1
     graph.replay()
+    dev.synchronize(0)
+    assert ledger().queued > 0
     assert y.tolist() == [2, 2, 2]
 
 

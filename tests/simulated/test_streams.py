@@ -123,6 +123,7 @@ def test_memory_freed_with_work_pending_is_safe_on_its_stream(sim, dev, deferred
     A tensor dropped while queued work still reads it is not overwritten before that work has run.
     """
     x = torch.ones(1000, device=sim.name)
+    dev.synchronize()
     y = x * 3
     del x
     z = torch.zeros(1000, device=sim.name)
