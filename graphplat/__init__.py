@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from graphplat.inputs import HostSpec, InputSpec, TensorSpec, UpTo
     from graphplat.keys import ShapeKey
     from graphplat.model_runner import ModelRunner
+    from graphplat.planner import BucketLimit, BucketPlan, plan_buckets
     from graphplat.platform import Platform, PlatformCapabilities
     from graphplat.plugin_hooks import GraphplatWarning
     from graphplat.registry import current_platform, platform_for
@@ -49,6 +50,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AmbiguousPlatformError",
     "BaseRunner",
+    "BucketLimit",
+    "BucketPlan",
     "CaptureError",
     "CaptureReport",
     "ConfigError",
@@ -91,6 +94,7 @@ __all__ = [
     "hookimpl",
     "hookspec",
     "live_batch",
+    "plan_buckets",
     "platform_for",
 ]
 
@@ -142,6 +146,11 @@ _HOME = {
     ),
     "graphplat.keys": ("ShapeKey",),
     "graphplat.model_runner": ("ModelRunner",),
+    "graphplat.planner": (
+        "BucketLimit",
+        "BucketPlan",
+        "plan_buckets",
+    ),
     "graphplat.platform": (
         "Platform",
         "PlatformCapabilities",
