@@ -93,7 +93,7 @@ class Staging:
 
     def _make_slot(self) -> _Slot:
         with torch.inference_mode(False):
-            raw = torch.zeros(self.bound.nbytes, dtype=torch.uint8, pin_memory=True)
+            raw = torch.zeros(self.bound.nbytes, dtype=torch.uint8).pin_memory()
             statics, offset = [], 0
             for field in self.bound.fields:
                 size = field.static.numel() * field.static.element_size()

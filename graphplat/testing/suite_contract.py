@@ -105,7 +105,7 @@ def test_synchronize_waits_for_asynchronous_copies(platform: Platform, device: t
     source = torch.ones(1 << 20, device=device)
     for _ in range(8):
         source = source + 1
-    landed = torch.zeros(1 << 20, pin_memory=True)
+    landed = torch.zeros(1 << 20).pin_memory()
     landed.copy_(source, non_blocking=True)
     platform.synchronize(device)
     assert landed.eq(9).all().item(), "the copy had not arrived"

@@ -12,6 +12,7 @@ from graphplat import ForwardBatch, Platform
 from graphplat.testing.suite_runtime import (
     SuiteRuntime,
     assert_equal,
+    batch_of,
     captured,
     expected,
     numbers,
@@ -84,14 +85,9 @@ def test_threads_in_one_runner_never_mix(platform: Platform, device: torch.devic
         for turn in range(25):
             rows = 1 + (turn + start) % 8
             x = numbers(rows, start + turn)
-            found = step_quietly(x)
+            found = runner.execute(batch_of(device, x=x)).to("cpu")
             if not torch.equal(found, expected(x)):
                 wrong.append(f"thread {start}, turn {turn}: {found.tolist()}")
-
-    def step_quietly(x: torch.Tensor) -> torch.Tensor:
-        from graphplat.testing.suite_runtime import batch_of
-
-        return runner.execute(batch_of(device, x=x)).to("cpu")  # type: ignore[no-any-return]
 
     threads = [threading.Thread(target=serve, args=(start,)) for start in (0, 100)]
     for thread in threads:
