@@ -47,6 +47,7 @@ class StreamGraphPlatform(Platform, abstract=True):
 
     def __init__(self) -> None:
         self._contexts: dict[int, Any] = {}
+        self._begun: set[int] = set()
         self._generators: dict[int, list[torch.Generator]] = {}
 
     @property
@@ -77,7 +78,7 @@ class StreamGraphPlatform(Platform, abstract=True):
         if module is None:
             raise RuntimeError(f"torch.{self.api.module} does not exist; import {package} first")
         if not hasattr(module, self.api.graph_class):
-            raise RuntimeError(f"torch.{self.api.module}.{self.api.graph_class} does not exist in this release")
+            raise RuntimeError(f"torch.{self.api.module} has no {self.api.graph_class} in this release")
         if module.device_count() == 0:
             raise RuntimeError(f"no {self.device_type} device is visible")
 
@@ -179,12 +180,14 @@ class StreamGraphPlatform(Platform, abstract=True):
             graph.capture_begin(
                 **self._supported(graph.capture_begin, {"pool": pool} | self.api.begin_keywords)
             )
+            self._begun.add(id(graph))
             return
         factory = getattr(self._module, self.api.context)
         keywords = {"pool": pool, "stream": stream} | self.context_keywords(graph)
         context = factory(graph, **self._supported(factory, keywords))
         context.__enter__()
         self._contexts[id(graph)] = context
+        self._begun.add(id(graph))
 
     def context_keywords(self, graph: Any) -> dict[str, Any]:
         """What the capture context of *graph* is given beside pool and stream."""
@@ -198,24 +201,26 @@ class StreamGraphPlatform(Platform, abstract=True):
             graph.capture_end()
         else:
             context.__exit__(None, None, None)
+        self._begun.discard(id(graph))
         self._generators.pop(id(graph), None)
 
     def abort_capture(self, graph: Any, *, pool: Any, stream: Any) -> bool:
         """Take the stream out of capture, and destroy the graph."""
-        reusable = True
+        sound = id(graph) in self._begun
         try:
-            if id(graph) in self._contexts or self.is_capturing():
+            if sound or self.is_capturing():
                 self.capture_end(graph)
         except Exception:  # noqa: BLE001 - an invalidated capture always ends with an error
-            reusable = self._after_invalid_end(graph, pool, stream)
+            sound = False
+        if not sound:
+            self._after_invalid(graph, pool, stream)
         graph.reset()
+        self._begun.discard(id(graph))
         self._generators.pop(id(graph), None)
-        return reusable
+        return sound
 
-    def _after_invalid_end(self, graph: Any, pool: Any, stream: Any) -> bool:
-        """Undo what a failed ``capture_end`` skipped; says whether *pool* can be used again."""
-        del graph, pool, stream
-        return False
+    def _after_invalid(self, graph: Any, pool: Any, stream: Any) -> None:
+        """Undo what a failed ``capture_begin`` or ``capture_end`` left; nothing by default."""
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured."""

@@ -324,6 +324,7 @@ class CaptureBackend(abc.ABC):
         return time.perf_counter() - started
 
     def _record_or_clean(self, key: ShapeKey, forward_fn: Callable[[], Any]) -> tuple[Any, GraphOutput]:
+        self.context.renew_unused_pool()
         try:
             return self._record(key, forward_fn)
         except Exception as error:

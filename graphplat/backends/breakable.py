@@ -122,6 +122,8 @@ class Recorder:
         graph, self._open = self._open, None
         if empty:  # two breaks in a row, say: a launch would do nothing
             graph.reset()
+            if not self.segments.graphs:
+                self.backend.context.renew_unused_pool()
             return
         self.segments.graphs.append(graph)
         self.segments.steps.append(_replayer(platform, graph))

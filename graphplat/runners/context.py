@@ -15,6 +15,7 @@ from graphplat.inputs import InputSpec
 from graphplat.outputs import GraphSharedOutput, RowAxis
 from graphplat.peers import PeerAgreement
 from graphplat.report import Reason, ShapeReport, SkipReport
+from graphplat.runners.streams import StreamLease
 
 if TYPE_CHECKING:
     from graphplat.backends.base import CaptureBackend
@@ -72,7 +73,7 @@ class RunnerContext:
     backends: list[CaptureBackend] = attrs.field(factory=list)
     symmetric_memory: Any = None
     _specs: dict[Phase, InputSpec] = attrs.field(factory=dict)
-    _stream: Any = None
+    _stream: StreamLease | None = None
     _pool: Any = None
 
     @classmethod
@@ -95,10 +96,10 @@ class RunnerContext:
 
     @property
     def stream(self) -> Any:
-        """The one stream that everything is captured on; made when first needed."""
+        """The one stream that everything is captured on; taken when first needed."""
         if self._stream is None:
-            self._stream = self.platform.new_stream(self.device)
-        return self._stream
+            self._stream = StreamLease.take(self.platform, self.arena.device)
+        return self._stream.stream
 
     @property
     def pool(self) -> Any:
@@ -117,7 +118,16 @@ class RunnerContext:
         return sum(backend.live_graphs for backend in self.backends)
 
     def release_memory(self) -> None:
-        """Let go of the pool and the shared outputs once no graph is left."""
+        """Let go of the pool, the shared outputs and the stream once no graph is left."""
+        if self.live_graphs:
+            return
+        self.renew_unused_pool()
+        if self._stream is not None:
+            self._stream.give_back()
+            self._stream = None
+
+    def renew_unused_pool(self) -> None:
+        """Take a new pool if no graph is in this one: devices forget a pool with its last graph."""
         if self.live_graphs:
             return
         self.shared_output.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -69,8 +70,8 @@ class CudaPlatform(StreamGraphPlatform):
             buffer = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
             return buffer, symmetric_memory.rendezvous(buffer, group)
 
-    def _after_invalid_end(self, graph: Any, pool: Any, stream: Any) -> bool:
-        """Repair what ``CUDAGraph.capture_end`` leaves when it raises (torch 2.11 to 2.13).
+    def _after_invalid(self, graph: Any, pool: Any, stream: Any) -> None:
+        """Repair what ``CUDAGraph`` leaves when it raises at begin or end (torch 2.11 to 2.13).
 
         It raises before it stops routing allocations to the pool and before the random
         generators leave capture mode. The first has a private call; the second happens at
@@ -79,8 +80,9 @@ class CudaPlatform(StreamGraphPlatform):
         is not captured into again.
         """
         if pool is not None and (end := getattr(torch._C, "_cuda_endAllocateToPool", None)) is not None:
-            end(stream.device_index, pool)
-            torch._C._cuda_releasePool(stream.device_index, pool)
+            with contextlib.suppress(RuntimeError):  # it was not being routed to: begin failed early
+                end(stream.device_index, pool)
+                torch._C._cuda_releasePool(stream.device_index, pool)
         healing = torch.cuda.CUDAGraph()
         for generator in self._generators.get(id(graph), ()):
             healing.register_generator_state(generator)
@@ -88,7 +90,6 @@ class CudaPlatform(StreamGraphPlatform):
         torch.zeros(1, device=stream.device)
         healing.capture_end()
         healing.reset()
-        return False
 
 
 @hookimpl
