@@ -238,7 +238,7 @@ def check_contract(cls: type, contract: type) -> None:
             continue
         if name in members:
             _check_signature(cls, name, value, vars(contract)[name])
-        elif close := difflib.get_close_matches(name, members, n=1, cutoff=0.9):
+        elif close := difflib.get_close_matches(name, members, n=1, cutoff=0.88):
             raise ContractError(
                 f"{cls.__qualname__}.{name} is no member of {contract.__name__}",
                 hint=f"Did you mean {close[0]!r}? Start names of your own with an underscore otherwise",

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from graphplat.platform import Platform
 
 
+_EAGER = Decision(reason=Reason.PHASE_DISABLED, detail="this is the eager runner")
+
+
 class EagerRunner(BaseRunner):
     """Runs the model's own forward. Every fallback ends here."""
 
@@ -37,16 +40,19 @@ class EagerRunner(BaseRunner):
     def explain(self, batch: ForwardBatch) -> Decision:
         """Always eager."""
         self.checker(batch.phase).check(batch)
-        return Decision(reason=Reason.PHASE_DISABLED, detail="this is the eager runner")
+        return _EAGER
 
     def execute(self, batch: ForwardBatch) -> Any:
         """Check *batch* and run the model's forward."""
         checked = self.checker(batch.phase).check(batch)
-        return self.run(batch, checked.leaves, Reason.PHASE_DISABLED)
+        stats = self.stats
+        stats.eager[Reason.PHASE_DISABLED] += 1
+        stats.sizes[batch.num_requests if batch.phase is Phase.DECODE else batch.num_tokens] += 1
+        stats.last = _EAGER
+        return self.run(batch, checked.leaves)
 
-    def run(self, batch: ForwardBatch, leaves: dict[str, Any], reason: Reason) -> Any:
-        """Run a checked *batch* eagerly and count *reason*."""
-        self.stats.eager[reason] += 1
+    def run(self, batch: ForwardBatch, leaves: dict[str, Any]) -> Any:
+        """Run a checked *batch*, which the caller counts."""
         device = self.context.device
         if device.type != "cpu" and any(
             isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" for leaf in leaves.values()

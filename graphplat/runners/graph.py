@@ -226,7 +226,7 @@ class GraphRunner(BaseRunner):
 
     def _run_eagerly(self, batch: ForwardBatch, checked: CheckedBatch, decision: Decision) -> Any:
         self._count(decision, self.size_of(batch))
-        return self.eager_runner.run(batch, checked.leaves, decision.reason or Reason.PHASE_DISABLED)
+        return self.eager_runner.run(batch, checked.leaves)
 
     def _replay(self, key: ShapeKey, batch: ForwardBatch, checked: CheckedBatch) -> Any:
         entry = self.entries.get(key)
