@@ -96,7 +96,7 @@ def _test_simulated(session: nox.Session, device: str) -> None:
             install = ("-m", "pip", "install", "--no-deps", "--target", vendor, source)
             session.run(_python(session), *install, external=True, silent=True)
             env["PYTHONPATH"] = vendor
-        _pytest(session, *(session.posargs or folders), **env)
+        _pytest(session, "-p", "graphplat.testing.plugin", *(session.posargs or folders), **env)
 
 
 def _test_cuda(session: nox.Session) -> None:
