@@ -28,6 +28,7 @@ from graphplat import (
     live_batch,
     platform_for,
 )
+from graphplat.backends.bridge import Bridges
 from graphplat.errors import ContractError, ReplayError
 from graphplat.runners import EagerRunner
 from graphplat_cpu import CpuPlatform
@@ -404,6 +405,27 @@ def test_what_crossed_a_break_is_freed_with_the_graph(runtime, decode, rows):
     assert runner.backend.bridges.nbytes == 0
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_bridge_memory_is_handed_on_when_nothing_reads_it(device, mode):
+    """
+    The memory of a result serves a later one, also a smaller one, once the forward has dropped every
+    view of it; as long as any view lives it is left alone.
+    """
+    bridges, like = Bridges(), torch.ones(4, 4, device=device)
+    with mode():
+        parts = [bridges.hold(like)]
+        view = parts[0].view(16)[3:5]
+        parts.append(bridges.hold(like))
+        assert parts[1].data_ptr() != parts[0].data_ptr()
+        del view
+        parts += [bridges.hold(like[:2]), bridges.hold(like)]
+        assert {part.data_ptr() for part in parts} == {parts[0].data_ptr(), parts[1].data_ptr()}
+        result = parts[0].view(4, 4)
+        parts.clear()
+        assert bridges.hold(like).data_ptr() != result.data_ptr()
+        assert bridges.nbytes == 2 * 64
+
+
 @on_cuda
 def test_bridge_memory_does_not_grow_with_breaks_or_buckets(runtime):
     """Breaks one after another, and smaller buckets, use the memory of the largest bucket's first break."""
@@ -683,6 +705,32 @@ def test_a_failure_inside_an_eager_part_is_named(runtime, device):
     with pytest.raises(CaptureError, match="went on after an eager part had failed"):
         captured(runtime, failing_stub([8], swallow=True))
     assert not platform_for(device).is_capturing()
+
+
+def test_a_failure_inside_a_later_segment_leaves_nothing_half_open(runtime, decode, rows, device):
+    """The open segment is ended, those before it are destroyed, and the next capture is sound."""
+    bad = [4]
+    platform = platform_for(device)
+
+    @eager_on_graph
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def forward(batch: Any) -> torch.Tensor:
+        x = body(batch.inputs["x"] + 1) + 1
+        if platform.is_capturing() and x.shape[0] in bad:
+            raise ValueError("in the second segment")
+        return x
+
+    runner = captured(runtime, forward, on_failure="eager")
+    assert not platform.is_capturing()
+    assert runner.buckets == (2, 8)
+    bad.clear()
+    runner.recapture()
+    assert runner.buckets == (2, 4, 8)
+    for count in (8, 4, 1):
+        x = rows(count)
+        assert torch.equal(runner.execute(decode(count, x=x)), (x + 1) * 2 + 1)
 
 
 class Unbreakable(CpuPlatform):

@@ -33,17 +33,28 @@ class _Store:
     flat: torch.Tensor
     idle: int | None
     """References when nobody uses it."""
-    held: list[weakref.ref[torch.Tensor]] = attrs.field(factory=list)
-    """What eager parts hold to write into it, as long as their recordings live."""
+    held: list[tuple[weakref.ref[torch.Tensor], int]] = attrs.field(factory=list)
+    """What eager parts hold to write into it, and the references that each takes, while they live."""
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> _Store:
         flat = _empty(tensor)
         return cls(flat, _references(flat))
 
+    def lend(self, like: torch.Tensor) -> torch.Tensor:
+        before = _references(self.flat)
+        lent = _shaped(self.flat, like)
+        taken = (_references(self.flat) or 0) - (before or 0)
+        if taken == 0:  # views of such a tensor have storages of their own: no telling who reads it
+            self.idle = None
+        self.held.append((weakref.ref(lent), taken))
+        return lent
+
     def is_free(self) -> bool:
-        self.held = [ref for ref in self.held if ref() is not None]
-        return self.idle is not None and _references(self.flat) == self.idle + len(self.held)
+        self.held = [(ref, taken) for ref, taken in self.held if ref() is not None]
+        if self.idle is None:
+            return False
+        return _references(self.flat) == self.idle + sum(taken for _, taken in self.held)
 
 
 @attrs.define(eq=False)
@@ -72,9 +83,7 @@ class Bridges:
         else:
             store = _Store.like(like)
             self._stores.append(store)
-        held = _shaped(store.flat, like)
-        store.held.append(weakref.ref(held))
-        return held
+        return store.lend(like)
 
     def copy_in(self, value: Any) -> Any:
         """*value* with its tensors copied into memory that lives until the end of this break."""

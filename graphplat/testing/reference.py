@@ -13,8 +13,9 @@ it is an eager part that works at the live lengths of the batch being run.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import functional
@@ -101,6 +102,13 @@ class ReferenceRunner(ModelRunner):
         )
         self.model: torch.nn.Module = self.decoder
         self._scratch = self._make_scratch()
+
+    def configured(self, graph_config: GraphConfig) -> Self:
+        """The same weights and the same cache under other settings."""
+        clone = copy.copy(self)
+        clone.graph_config = graph_config
+        clone._scratch = clone._make_scratch()
+        return clone
 
     # The contract
 
@@ -242,11 +250,11 @@ class ReferenceRunner(ModelRunner):
         return lambda layer, qkv: _decode_eagerly(attend, layer, qkv, out)
 
     def _prefill(self, batch: ForwardBatch) -> Any:
-        tokens = batch.inputs["input_ids"].shape[0]
-        out = self._scratch_rows(batch, tokens)[1]
-        if self.breaks(batch.phase):
-            return lambda layer, qkv: _prefill_eagerly(self, layer, qkv, out)
-        if isinstance(batch, PackedBatch):  # run eagerly, so no mask over all pairs of tokens is needed
+        if self.breaks(batch.phase) or isinstance(batch, PackedBatch):
+            out = self._scratch_rows(batch, batch.inputs["input_ids"].shape[0])[1]
+            if self.breaks(batch.phase):
+                return lambda layer, qkv: _prefill_eagerly(self, layer, qkv, out)
+            # Run eagerly, so no mask over all pairs of tokens is needed.
             return lambda layer, qkv: self.attend_live(batch, layer, qkv, out)
         slots, positions = batch.inputs["slots"], batch.inputs["positions"]
         key_slots, key_positions, history = slots, positions, None
