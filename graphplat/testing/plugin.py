@@ -216,12 +216,13 @@ def host_operator() -> Any:
 @pytest.fixture(autouse=True)
 def _declared(request: pytest.FixtureRequest) -> None:
     """Skip a test whose capabilities the platform does not declare."""
-    if "platform" not in request.fixturenames:
+    marks = list(request.node.iter_markers("requires"))
+    if not marks and "platform" not in request.fixturenames:
         return
     platform = request.getfixturevalue("platform")
     run = request.config.stash[_RUN]
     run.platform = platform
-    for mark in request.node.iter_markers("requires"):
+    for mark in marks:
         for name in mark.args:
             if getattr(platform.capabilities, name) in (False, None, "none"):
                 pytest.skip(f"platform {platform.name} does not declare {name}")

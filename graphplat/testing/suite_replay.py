@@ -264,6 +264,7 @@ def test_random_numbers_are_drawn_anew(platform: Platform, device: torch.device)
 
 
 def _state(platform: Platform, device: torch.device) -> torch.Tensor:
+    platform.synchronize(device)
     state = platform.rng_state(device)
     assert state is not None
     return state.clone()
@@ -282,6 +283,7 @@ def test_private_generators_can_be_captured(platform: Platform, device: torch.de
     runtime = SuiteRuntime(device, noisy, buckets=(8,))
     runtime.generators = [generator]
     runner = captured(platform, runtime)
+    platform.synchronize(device)
     generator.manual_seed(7)
     draws = [step(runner, device, x=numbers(8)).to("cpu") for _ in range(2)]
     assert not torch.equal(draws[0], draws[1]), "two replays drew the same numbers"
