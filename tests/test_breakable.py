@@ -819,6 +819,24 @@ def test_side_streams_are_joined_before_a_segment_ends(runtime, decode, rows):
     assert torch.equal(runner.execute(decode(2, x=x)), (x + 1) * 2 + 1)
 
 
+@on_cpu
+def test_side_streams_are_joined_when_a_capture_fails(runtime):
+    """The capture is ended with nothing left outside it."""
+
+    def forward(batch: Any) -> torch.Tensor:
+        if live_batch().num_requests == 2 and platform.is_capturing():
+            fork_stream("side")
+            raise ValueError("beside the point")
+        return batch.inputs["x"] + 1
+
+    platform = Streams()
+    toy = runtime(forward, decode=breakable(buckets=(2,)))
+    with pytest.raises(CaptureError, match="beside the point"):
+        capture_decode_graph(model_runner=toy, eager_runner=EagerRunner(platform, toy))
+    start = platform.log.index("begin")
+    assert platform.log[start : start + 3] == ["begin", ("side", "capture"), ("capture", "side")]
+
+
 @on_cuda
 def test_work_on_a_real_side_stream_is_captured_and_joined(runtime, decode, rows):
     """The next segment and the eager part read what the side stream wrote."""

@@ -111,8 +111,7 @@ class Recorder:
         as in the warm-up, where the device only recorded.
         """
         platform = self.backend.platform
-        while self._forked:
-            platform.wait_stream(self.backend.stream, self._forked.pop())
+        self._join()
         if self._open is None:
             raise CaptureError(
                 "the forward went on after an eager part had failed",
@@ -145,6 +144,10 @@ class Recorder:
         self.backend.platform.wait_stream(stream, self.backend.stream)
         self._forked.append(stream)
 
+    def _join(self) -> None:
+        while self._forked:
+            self.backend.platform.wait_stream(self.backend.stream, self._forked.pop())
+
     def call_eagerly(self, function: Any, args: Any, kwargs: Any, options: BreakOptions) -> Any:
         """Run *function* between two segments, now and at every replay."""
         bridges = self.backend.bridges
@@ -172,6 +175,10 @@ class Recorder:
         """Leave no capture open and hold nothing, whichever step failed."""
         backend = self.backend
         if self._open is not None:
+            try:
+                self._join()  # an unjoined stream would spoil the end of the capture, and the pool with it
+            except Exception as cleanup:  # noqa: BLE001 - the first error is the one to report
+                error.add_note(f"joining side streams failed too: {type(cleanup).__name__}: {cleanup}")
             abandon(backend.context, self._open, error)
             self._open = None
         for graph in self.segments.graphs:
