@@ -76,24 +76,22 @@ class StreamContext:
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        self._before: tuple[int, Any, Any] | None = None
+        self._before: tuple[Any, Any] | None = None
 
     def __enter__(self) -> None:
         if self.stream is None:
             return
         runtime = active()
         there = self.stream.device_index
-        self._before = (runtime.current_index, runtime.stream(runtime.current_index), runtime.stream(there))
+        self._before = (runtime.stream(), runtime.stream(there))
         runtime.set_stream(self.stream.state)
 
     def __exit__(self, *error: object) -> None:
         if self._before is None:
             return
-        runtime = active()
-        index, here, there = self._before
-        runtime.set_stream(there)
-        runtime.set_stream(here)
-        runtime.set_index(index)
+        here, there = self._before
+        for stream in (there, here):  # the last one also restores the current device
+            active().set_stream(stream)
 
 
 class DeviceContext:

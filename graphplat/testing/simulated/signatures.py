@@ -27,7 +27,6 @@ def signed(function: Callable[..., None], name: str, wanted: list[Parameter]) ->
 
     def method(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
         owner, *_ = bound.args
         given = dict(bound.arguments)
         del given["self"]
