@@ -1,4 +1,4 @@
-"""Static input buffers: one arena for all runners, one layout per shape key.
+"""Static input buffers: one layout of the arena per shape key.
 
 Each shape key packs its fields tightly from the arena's start, so that a batch in
 host memory can travel as one copy. Layouts overlap: only the batch being run
@@ -7,103 +7,19 @@ is in the arena.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
+from graphplat.arena import StaticArena, field_bytes, packed_bytes
 from graphplat.errors import InputError
 from graphplat.inputs import InputSpec, TensorSpec
 
 if TYPE_CHECKING:
     from graphplat.keys import ShapeKey
-    from graphplat.platform import Platform
     from graphplat.staging import Staging
-
-_ALIGN = 64
-"""Bytes; keeps every field fit for vectorised loads."""
-
-
-def packed_bytes(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> int:
-    """Bytes of a layout that holds tensors of *shapes*, padding included."""
-    return sum(_field_bytes(shape, dtype) for shape, dtype in shapes)
-
-
-def _field_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    size = dtype.itemsize
-    for dim in shape:
-        size *= dim
-    return -(-size // _ALIGN) * _ALIGN
-
-
-@attrs.define(eq=False)
-class StaticArena:
-    """Device bytes that the static inputs of all runners of one model runner share.
-
-    ``lock`` serializes steps: two threads never mix their batches. A step on
-    another stream than the last one waits for it, since both use these bytes.
-    """
-
-    platform: Platform
-    device: torch.device
-    lock: threading.RLock = attrs.field(factory=threading.RLock)
-    owner: BoundInputs | None = None
-    """The layout that wrote last; any other finds foreign bytes in its padded rows."""
-    start: int = 0
-    """Address of the first byte held."""
-    stop: int = 0
-    _bytes: torch.Tensor | None = None
-    _last_stream: Any = None
-    _stream_key: Any = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return 0 if self._bytes is None else self._bytes.numel()
-
-    @property
-    def writes(self) -> int:
-        """Counts operators that wrote here; the counter is torch's own, of every tensor."""
-        return 0 if self._bytes is None else self._bytes._version
-
-    def reserve(self, nbytes: int) -> None:
-        """Hold at least *nbytes*. Layouts already handed out keep their old memory."""
-        if nbytes > self.nbytes:
-            # Static buffers are written both inside and outside inference mode.
-            with torch.inference_mode(False):
-                self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            self.device = self._bytes.device  # with its index, which "current device" lacks
-            self.start = self._bytes.data_ptr()
-            self.stop = self.start + nbytes
-            self.owner = None
-
-    def carve(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor of *shape* at byte *offset*."""
-        if self._bytes is None:
-            self.reserve(_ALIGN)
-        size = dtype.itemsize
-        for dim in shape:
-            size *= dim
-        with torch.inference_mode(False):
-            return cast(torch.Tensor, self._bytes)[offset : offset + size].view(dtype).view(shape)
-
-    def enter_stream(self) -> None:
-        """Order this step after the last one if that ran on another stream."""
-        key = self.platform.stream_key(self.device)
-        if key == self._stream_key:
-            return
-        stream = self.platform.current_stream(self.device)
-        if self._last_stream is not None:
-            self.platform.wait_stream(stream, self._last_stream)
-        self._last_stream, self._stream_key = stream, key
-
-    def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether *tensor* lies in this arena."""
-        if self._bytes is None or tensor.device != self._bytes.device:
-            return False
-        return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
 
 
 @attrs.define(eq=False)
@@ -243,7 +159,7 @@ def bind_inputs(spec: InputSpec, key: ShapeKey, arena: StaticArena) -> BoundInpu
     for path, tensor in present_tensors(spec, key).items():
         shape = tensor.shape(key.requests, key.tokens)
         fill = tensor.fill if tensor.fill == "last" else arena.platform.padding_fill(path, tensor.fill)
-        size = _field_bytes(shape, tensor.dtype)
+        size = field_bytes(shape, tensor.dtype)
         static = arena.carve(offset, shape, tensor.dtype)
         fields.append(_Field(path, tensor, fill, static, nbytes=size))
         offset += size

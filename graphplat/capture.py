@@ -7,6 +7,7 @@ import time
 import msgspec
 
 from graphplat import registry
+from graphplat.backends import lacking_capability
 from graphplat.batch import Phase
 from graphplat.errors import PlatformError, PluginError
 from graphplat.model_runner import ModelRunner, check_model_runner
@@ -67,7 +68,8 @@ def capture_cuda_graphs(
     )
     context = eager_runner.context
     context.hooks, context.shared_output = hooks, shared_output
-    eager_runner.warm_up()
+    # Refused before anything is allocated, and nothing is allocated for what was refused.
+    eager_runner.warm_up([phase for phase in Phase if _refusal(context, phase) is None])
     prefill_runner = capture_prefill_graph(model_runner=model_runner, eager_runner=eager_runner)
     if capture_decode_cuda_graph:
         decode = capture_decode_graph(model_runner=model_runner, eager_runner=eager_runner)
@@ -135,6 +137,12 @@ def capture_decode_graph(*, model_runner: ModelRunner, eager_runner: EagerRunner
 
 def _refusal(context: RunnerContext, phase: Phase) -> tuple[Reason, str] | None:
     """Why *phase* gets no graphs, or ``None``; raises where the settings demand them."""
+    if phase not in context.refusals:
+        context.refusals[phase] = _find_refusal(context, phase)
+    return context.refusals[phase]
+
+
+def _find_refusal(context: RunnerContext, phase: Phase) -> tuple[Reason, str] | None:
     config, platform = context.model_runner.graph_config, context.platform
     if not config.phase(phase).ladder(phase):
         return Reason.PHASE_DISABLED, "disabled by the settings"
@@ -147,13 +155,16 @@ def _refusal(context: RunnerContext, phase: Phase) -> tuple[Reason, str] | None:
             platform=platform.name,
             phase=phase,
         )
-    if supported and (platform.device_type in IN_TREE_DEVICE_TYPES or platform.is_out_of_tree()):
+    backend = config.phase(phase).backend
+    lacking = lacking_capability(backend, platform.capabilities)
+    if not supported:
+        detail = f"platform {platform.name!r} does not support {phase} graphs"
+    elif platform.device_type not in IN_TREE_DEVICE_TYPES and not platform.is_out_of_tree():
+        detail = f"device type {platform.device_type!r} is not in tree and its platform is not out of tree"
+    elif lacking is not None:
+        detail = f"the {backend} backend needs the capability {lacking!r}"
+    else:
         return None
-    detail = (
-        f"platform {platform.name!r} does not support {phase} graphs"
-        if not supported
-        else f"device type {platform.device_type!r} is not in tree and its platform is not out of tree"
-    )
     if config.on_unsupported == "raise":
         raise PlatformError(detail, platform=platform.name, phase=phase, hint='Set on_unsupported="eager"')
     return Reason.UNSUPPORTED, detail

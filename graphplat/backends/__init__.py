@@ -12,6 +12,7 @@ from graphplat.errors import ConfigError, PlatformError
 
 if TYPE_CHECKING:
     from graphplat.config import PhaseConfig
+    from graphplat.platform import PlatformCapabilities
     from graphplat.runners.context import RunnerContext
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "CapturedShape",
     "CompiledBackend",
     "FullBackend",
+    "lacking_capability",
     "make_backend",
 ]
 
@@ -28,6 +30,16 @@ _BACKENDS: dict[str, type[CaptureBackend]] = {
     "breakable": BreakableBackend,
     "compiled": CompiledBackend,
 }
+
+
+def lacking_capability(backend: str, capabilities: PlatformCapabilities) -> str | None:
+    """The first capability that *backend* needs and that is not declared.
+
+    Raises :class:`ConfigError` for a backend that records nothing.
+    """
+    if backend not in _BACKENDS:
+        raise ConfigError(f"backend {backend!r} records nothing", hint=f"Use one of {sorted(_BACKENDS)}")
+    return _BACKENDS[backend].lacking(capabilities)
 
 
 def make_backend(
@@ -39,19 +51,14 @@ def make_backend(
 
     Raises :class:`PlatformError` when the platform lacks what it needs.
     """
-    if config.backend not in _BACKENDS:
-        raise ConfigError(
-            f"backend {config.backend!r} records nothing", hint=f"Use one of {sorted(_BACKENDS)}"
-        )
-    kind = _BACKENDS[config.backend]
-    lacking = kind.lacking(context.platform.capabilities)
+    lacking = lacking_capability(config.backend, context.platform.capabilities)
     if lacking is not None:
         raise PlatformError(
             f"the {config.backend} backend needs the capability {lacking!r}",
             platform=context.platform.name,
             hint='Use another backend, or "disabled"',
         )
-    backend = kind(
+    backend = _BACKENDS[config.backend](
         platform=context.platform,
         device=context.device,
         context=context,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from graphplat.arena import StaticArena
 from graphplat.batch import ForwardBatch, Phase
-from graphplat.buffers import StaticArena
 from graphplat.inputs import InputSpec
 from graphplat.outputs import GraphSharedOutput, RowAxis
 from graphplat.peers import PeerAgreement
@@ -72,6 +72,8 @@ class RunnerContext:
     """Per family: the row axes of its outputs, and the outputs in memory of the runtime's own."""
     backends: list[CaptureBackend] = attrs.field(factory=list)
     symmetric_memory: Any = None
+    refusals: dict[Phase, tuple[Reason, str] | None] = attrs.field(factory=dict)
+    """Per phase: why it gets no graphs, asked for once."""
     _specs: dict[Phase, InputSpec] = attrs.field(factory=dict)
     _stream: StreamLease | None = None
     _pool: Any = None

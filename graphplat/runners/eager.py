@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,9 +78,12 @@ class EagerRunner(BaseRunner):
             )
         return self._checkers[phase]
 
-    def warm_up(self) -> None:
-        """Reserve the largest static buffers and run the largest batch of each captured phase once."""
-        keys = [key for phase in Phase if (key := self.largest_key(phase)) is not None]
+    def warm_up(self, phases: Iterable[Phase] = tuple(Phase)) -> None:
+        """Reserve the largest static buffers and run the largest batch of each of *phases* once.
+
+        *phases* are those that will be captured.
+        """
+        keys = [key for phase in phases if (key := self.largest_key(phase)) is not None]
         if keys:
             self.context.arena.reserve(max(layout_bytes(self.context.spec(key.phase), key) for key in keys))
         for key in keys:

@@ -174,7 +174,7 @@ class GraphRunner(BaseRunner):
         where = (batch.num_requests, batch.num_tokens, batch.variant)
         if where not in self._plans:
             launch = self.backend.launcher(entry.key)
-            plan = StepPlan.make(entry, launch, decision, where[0], where[1], self.size_of(batch))
+            plan = StepPlan.make(entry, launch, decision, batch, self.size_of(batch))
             if plan is not None:
                 self._plans[where] = plan
 

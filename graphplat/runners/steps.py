@@ -16,6 +16,7 @@ import torch
 from graphplat.staging import Staging
 
 if TYPE_CHECKING:
+    from graphplat.batch import ForwardBatch
     from graphplat.buffers import BoundInputs
     from graphplat.report import Decision
     from graphplat.runners.graph import Entry
@@ -49,12 +50,11 @@ class StepPlan:
         entry: Entry,
         launch: Callable[[Any], None],
         decision: Decision,
-        requests: int,
-        tokens: int,
+        batch: ForwardBatch,
         size: int,
     ) -> StepPlan | None:
-        """The plan for *entry*, or ``None`` where its inputs need the full way."""
-        bound = entry.inputs
+        """The plan for batches of *batch*'s size on *entry*, or ``None`` where its inputs need the full way."""
+        bound, requests, tokens = entry.inputs, batch.num_requests, batch.num_tokens
         if any(f.fill == "last" or f.spec.varies or f.spec.optional for f in bound.fields):
             return None
         heads = bound.head(requests, tokens)
@@ -82,14 +82,34 @@ class StepPlan:
 
     def load(self, inputs: Mapping[str, Any]) -> bool:
         """Bring *inputs* in and reset padded rows; ``False``, with nothing changed, for the full way."""
-        fields = self.fields
-        if len(inputs) != len(fields):
+        try:
+            found = self._fresh(inputs)
+        except RuntimeError:  # a tensor without dense memory: the full way names it
             return False
+        if found is None:
+            return False
+        fresh, addresses, hosts = found
+        if hosts and not self.on_host:
+            if self.staging is None or hosts != len(self.fields):
+                return False
+            self.staging.send(fresh, addresses, self.requests, self.tokens)
+            return True
+        self.inputs.reset_outside(self.requests, self.tokens)
+        if fresh:
+            self._copy(fresh)
+        return True
+
+    def _fresh(
+        self, inputs: Mapping[str, Any]
+    ) -> tuple[list[tuple[int, torch.Tensor]], list[int], int] | None:
+        """What must be copied, where it lies, and how many lie on the host; ``None``: not as planned."""
+        if len(inputs) != len(self.fields):
+            return None
         fresh: list[tuple[int, torch.Tensor]] = []
         addresses: list[int] = []
         hosts = 0
         arena = self.inputs.arena
-        for path, view, shape, dtype, index in fields:
+        for path, view, shape, dtype, index in self.fields:
             value = inputs.get(path)
             if value is view:
                 continue
@@ -99,28 +119,17 @@ class StepPlan:
                 or value.shape != shape
                 or value.requires_grad
             ):
-                return False
+                return None
             if value.is_cpu:
                 hosts += 1
             elif value.device != self.device:
-                return False
-            try:
-                address = value.data_ptr()
-            except RuntimeError:  # sparse: the full way says so
-                return False
+                return None
+            address = value.data_ptr()
             if arena.start <= address < arena.stop:
-                return False
+                return None
             fresh.append((index, value))
             addresses.append(address)
-        if hosts and not self.on_host:
-            if self.staging is None or hosts != len(fields):
-                return False
-            self.staging.send(fresh, addresses, self.requests, self.tokens)
-            return True
-        self.inputs.reset_outside(self.requests, self.tokens)
-        if fresh:
-            self._copy(fresh)
-        return True
+        return fresh, addresses, hosts
 
     def _copy(self, fresh: list[tuple[int, torch.Tensor]]) -> None:
         if len(fresh) == 1:

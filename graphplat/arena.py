@@ -1,0 +1,97 @@
+"""The memory of all static inputs, and the order of the steps that use it."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+import torch
+
+if TYPE_CHECKING:
+    from graphplat.buffers import BoundInputs
+    from graphplat.platform import Platform
+
+_ALIGN = 64
+"""Bytes; keeps every field fit for vectorised loads."""
+
+
+def packed_bytes(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Bytes of a layout that holds tensors of *shapes*, padding included."""
+    return sum(field_bytes(shape, dtype) for shape, dtype in shapes)
+
+
+def field_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes that one tensor takes in a layout, padding included."""
+    size = dtype.itemsize
+    for dim in shape:
+        size *= dim
+    return -(-size // _ALIGN) * _ALIGN
+
+
+@attrs.define(eq=False)
+class StaticArena:
+    """Device bytes that the static inputs of all runners of one model runner share.
+
+    ``lock`` serializes steps: two threads never mix their batches. A step on
+    another stream than the last one waits for it, since both use these bytes.
+    """
+
+    platform: Platform
+    device: torch.device
+    lock: threading.RLock = attrs.field(factory=threading.RLock)
+    owner: BoundInputs | None = None
+    """The layout that wrote last; any other finds foreign bytes in its padded rows."""
+    start: int = 0
+    """Address of the first byte held."""
+    stop: int = 0
+    _bytes: torch.Tensor | None = None
+    _last_stream: Any = None
+    _stream_key: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self._bytes is None else self._bytes.numel()
+
+    @property
+    def writes(self) -> int:
+        """Counts operators that wrote here; the counter is torch's own, of every tensor."""
+        return 0 if self._bytes is None else self._bytes._version
+
+    def reserve(self, nbytes: int) -> None:
+        """Hold at least *nbytes*. Layouts already handed out keep their old memory."""
+        if nbytes > self.nbytes:
+            # Static buffers are written both inside and outside inference mode.
+            with torch.inference_mode(False):
+                self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            self.device = self._bytes.device  # with its index, which "current device" lacks
+            self.start = self._bytes.data_ptr()
+            self.stop = self.start + nbytes
+            self.owner = None
+
+    def carve(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor of *shape* at byte *offset*."""
+        if self._bytes is None:
+            self.reserve(_ALIGN)
+        size = dtype.itemsize
+        for dim in shape:
+            size *= dim
+        with torch.inference_mode(False):
+            return cast(torch.Tensor, self._bytes)[offset : offset + size].view(dtype).view(shape)
+
+    def enter_stream(self) -> None:
+        """Order this step after the last one if that ran on another stream."""
+        key = self.platform.stream_key(self.device)
+        if key == self._stream_key:
+            return
+        stream = self.platform.current_stream(self.device)
+        if self._last_stream is not None:
+            self.platform.wait_stream(stream, self._last_stream)
+        self._last_stream, self._stream_key = stream, key
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether *tensor* lies in this arena."""
+        if self._bytes is None or tensor.device != self._bytes.device:
+            return False
+        return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
