@@ -40,10 +40,11 @@ class Kernels:
         def step(batch: ForwardBatch) -> Any:
             return forward(batch)
 
-        # The compiler counts and keeps its results by code object: each forward needs its own.
-        own = types.FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
         compiled = torch.compile(
-            own, fullgraph=whole, dynamic=None if dynamic else False, options={"triton.cudagraphs": False}
+            own_code(step),
+            fullgraph=whole,
+            dynamic=None if dynamic else False,
+            options={"triton.cudagraphs": False},
         )
         return cls(compiled, dynamic, whole)
 
@@ -59,6 +60,20 @@ class Kernels:
         for _, leaf in tree.walk(batch.inputs):
             if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] in counts:
                 torch._dynamo.maybe_mark_dynamic(leaf, 0)
+
+
+def own_code(function: Any) -> types.FunctionType:
+    """A twin of *function* that the compiler takes for another one.
+
+    It counts and keeps its results by code object, which all closures of one definition share.
+    """
+    return types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
 
 
 @attrs.frozen

@@ -1,0 +1,135 @@
+"""Section ``capture``: seconds and bytes of a whole ladder, by hand and through graphplat."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from graphplat.batch import ForwardBatch, Phase
+from graphplat.bench.hand import Hand, timed_graph_module
+from graphplat.bench.records import BenchReport, CaptureRow, Skip, Spread
+from graphplat.bench.subject import Subject
+from graphplat.config import PhaseConfig
+
+_REPEATS = 3
+
+
+@attrs.define(eq=False)
+class Ladder:
+    """Captures decode graphs of one ladder again and again."""
+
+    subject: Subject
+    report: BenchReport
+    sizes: Sequence[int]
+    batches: dict[int, ForwardBatch] = attrs.field(factory=dict)
+
+    def run(self) -> None:
+        """Add a row for every way."""
+        subject = self.subject
+        self.batches = {size: subject.decode_batches(size, 1)[0] for size in self.sizes}
+        ways: dict[str, Callable[[], tuple[float, int | None]]] = {
+            "by hand, own pools, two warm-ups each": lambda: self._by_hand(self.sizes, 2, own_pools=True),
+            "by hand, one pool, one warm-up each": lambda: self._by_hand(self.sizes, 1),
+            "by hand, one pool, largest warmed up": self._lean,
+            "by hand, the largest alone": lambda: self._by_hand(self.sizes[-1:], 1),
+        }
+        if timed_graph_module(subject.clock.device) is not None:
+            ways |= {"torch graph(), own pools, two warm-ups each": self._context_managers}
+        else:
+            self._skip("torch graph()", f"torch.{subject.clock.device.type} has no such context manager")
+        capture = subject.capture(decode={"buckets": list(self.sizes)})
+        runner = capture.decode_runner
+
+        def through_graphplat() -> tuple[float, int | None]:
+            seconds = subject.clock.seconds(runner.recapture)
+            return seconds, sum(shape.bytes or 0 for shape in runner.context.shapes)
+
+        ways["graphplat full"] = through_graphplat
+        found = self._repeat(ways, release=runner.release)
+        self.report.capture += [
+            CaptureRow(
+                way=name,
+                buckets=1 if name.endswith("alone") else len(self.sizes),
+                seconds=Spread.of([seconds for seconds, _ in results]),
+                bytes=results[-1][1],
+            )
+            for name, results in found.items()
+        ]
+
+    def _repeat(
+        self, ways: dict[str, Callable[[], tuple[float, int | None]]], *, release: Callable[[], None]
+    ) -> dict[str, list[tuple[float, int | None]]]:
+        """In turn; before each the graphs of graphplat are gone and the cache is empty."""
+        found: dict[str, list[tuple[float, int | None]]] = {name: [] for name in ways}
+        for turn in range(_REPEATS):
+            for name, way in ways.items():
+                if turn and self.subject.clock.left() <= 0:
+                    continue
+                release()
+                self.subject.clock.platform.empty_cache()
+                found[name].append(way())
+        release()
+        return found
+
+    def _by_hand(
+        self, sizes: Sequence[int], warmups: int, *, own_pools: bool = False
+    ) -> tuple[float, int | None]:
+        hand = Hand(self.subject.clock)
+
+        def capture() -> None:
+            with hand.session():
+                for size in reversed(sizes):
+                    hand.capture(self._forward(size), warmups=warmups, own_pool=own_pools)
+
+        return self._timed(hand, capture)
+
+    def _lean(self) -> tuple[float, int | None]:
+        hand = Hand(self.subject.clock)
+
+        def capture() -> None:
+            with hand.session():
+                for size in reversed(self.sizes):
+                    hand.capture(self._forward(size), warmups=int(size == self.sizes[-1]))
+
+        return self._timed(hand, capture)
+
+    def _timed(self, hand: Hand, capture: Callable[[], None]) -> tuple[float, int | None]:
+        seconds = self.subject.clock.seconds(capture)
+        sizes = [made.bytes for made in hand.graphs if made.bytes is not None]
+        hand.release()
+        return seconds, sum(sizes) if sizes else None
+
+    def _context_managers(self) -> tuple[float, int | None]:
+        module = timed_graph_module(self.subject.clock.device)
+        platform, device = self.subject.clock.platform, self.subject.clock.device
+        before = platform.reserved_bytes(device)
+        kept = []
+        self.subject.clock.sync()
+        started = time.perf_counter()
+        for size in reversed(self.sizes):
+            forward = self._forward(size)
+            for _ in range(2):
+                forward()
+            graph = platform.create_graph()
+            with module.graph(graph):
+                output = forward()
+            kept.append((graph, output))
+        self.subject.clock.sync()
+        seconds = time.perf_counter() - started
+        after = platform.reserved_bytes(device)
+        for graph, _ in kept:
+            graph.reset()
+        return seconds, after - before if after is not None and before is not None else None
+
+    def _forward(self, size: int) -> Callable[[], object]:
+        return lambda: self.subject.runtime.forward(self.batches[size])
+
+    def _skip(self, what: str, why: str) -> None:
+        self.report.skipped.append(Skip(section="capture", what=what, why=why))
+
+
+def default_sizes(slots: int) -> tuple[int, ...]:
+    """The default decode ladder, as far as the cache has slots."""
+    return PhaseConfig(max_size=min(slots, 128)).ladder(Phase.DECODE)

@@ -1,0 +1,130 @@
+"""Sections ``host`` and ``scaling``, and the breaks of section ``prefill``: what the host pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from graphplat.backends.numerics import relative_difference
+from graphplat.batch import ForwardBatch, Phase
+from graphplat.bench.fields import FiveFields, column_batch
+from graphplat.bench.measure import FRESH, Clock, Way
+from graphplat.bench.records import BenchReport, BreakRow, HostRow, ScalingRow, Skip
+from graphplat.capture import capture_cuda_graphs
+from graphplat.config import GraphConfig, PhaseConfig
+from graphplat.errors import ReplayError
+
+_ROWS, _BUCKET = 13, 16
+_BREAKS = 60
+
+
+def host_times(clock: Clock, report: BenchReport) -> None:
+    """Host time of ``execute`` over the bare replay of the same graph, by where a batch comes from."""
+    runner, runtime = _captured(clock, (_BUCKET,), outputs="view")
+    copying, _ = _captured(clock, (_BUCKET,), outputs="copy")
+    ((graph,),) = runner.device_graphs().values()
+    lent = runner.buffers(_ROWS)
+    own = ForwardBatch(phase=Phase.DECODE, num_requests=_ROWS, num_tokens=_ROWS, inputs=lent)
+    host = [column_batch(_ROWS, "cpu", seed) for seed in range(FRESH)]
+    device = [column_batch(_ROWS, clock.device, seed) for seed in range(FRESH)]
+
+    def write(index: int) -> None:
+        for name, target in lent.items():
+            target.copy_(device[index].inputs[name])
+
+    replay = graph.replay
+    ways = [
+        Way("bare replay", lambda index: replay()),
+        Way("runner's own buffers", lambda index: runner.execute(own), load=write),
+        Way("host tensors", lambda index: runner.execute(host[index])),
+        Way("device tensors of mixed types", lambda index: runner.execute(device[index])),
+        Way("device tensors, outputs copied", lambda index: copying.execute(device[index])),
+    ]
+    for way in ways[1:]:
+        _check(way, runtime, device)
+    found = clock.host(ways)
+    bare = found["bare replay"].median
+    report.host += [
+        HostRow(way=name, host_us=spread, over_replay_us=spread.median - bare)
+        for name, spread in found.items()
+    ]
+
+
+def scaling(clock: Clock, report: BenchReport, counts: Sequence[int] = (1, 8, 64, 512)) -> None:
+    """Cost of a step and of a capture by the number of captured buckets."""
+    ways: list[Way] = []
+    made: list[tuple[int, float, int]] = []
+    for count in counts:
+        if clock.left() <= 0:
+            report.skipped.append(Skip(section="scaling", what=f"{count} buckets", why="no time left"))
+            break
+        runner, runtime = _captured(clock, tuple(range(1, count + 1)), outputs="view")
+        # A second capture: the first also loads what the device needs once.
+        seconds = clock.seconds(runner.recapture)
+        made.append((count, seconds, sum(shape.bytes or 0 for shape in runner.context.shapes)))
+        size = count // 2 + 1 if count > 1 else 1
+        batches = [column_batch(size, clock.device, seed) for seed in range(FRESH)]
+        way = Way(str(count), _executor(runner, batches))
+        _check(way, runtime, batches)
+        ways.append(way)
+    found = clock.host(ways)
+    report.scaling += [
+        ScalingRow(
+            buckets=count,
+            capture_seconds=seconds,
+            capture_us_per_bucket=seconds / count * 1e6,
+            host_us=found[str(count)],
+            bytes=size,
+        )
+        for count, seconds, size in made
+    ]
+
+
+def breaks(clock: Clock, report: BenchReport) -> None:
+    """Host time of each break, its segment's launch included, around functions that do nothing."""
+    if not clock.platform.capabilities.breakable:
+        why = f"{clock.platform.name} does not declare them"
+        report.skipped.append(Skip(section="prefill", what="breaks", why=why))
+        return
+    batches = [column_batch(_ROWS, clock.device, seed) for seed in range(FRESH)]
+    ways = []
+    for count in (0, _BREAKS):
+        runner, runtime = _captured(clock, (_BUCKET,), outputs="view", backend="breakable", breaks=count)
+        way = Way(str(count), _executor(runner, batches))
+        _check(way, runtime, batches)
+        ways.append(way)
+    found = clock.host(ways, blocks=50, size=5)
+    none, many = found["0"], found[str(_BREAKS)]
+    per_break = (many.median - none.median) / _BREAKS
+    report.breaks += [
+        BreakRow(breaks=0, host_us=none),
+        BreakRow(breaks=_BREAKS, host_us=many, per_break_us=per_break),
+    ]
+
+
+def _captured(
+    clock: Clock, buckets: tuple[int, ...], *, breaks: int = 0, **settings: Any
+) -> tuple[Any, FiveFields]:
+    config = GraphConfig(decode=PhaseConfig(buckets=buckets, **settings))
+    runtime = FiveFields(clock.device, config, breaks=breaks)
+    return capture_cuda_graphs(model_runner=runtime).decode_runner, runtime
+
+
+def _executor(runner: Any, batches: Sequence[ForwardBatch]) -> Callable[[int], torch.Tensor]:
+    def step(index: int) -> torch.Tensor:
+        found: torch.Tensor = runner.execute(batches[index])
+        return found
+
+    return step
+
+
+def _check(way: Way, runtime: FiveFields, batches: Sequence[ForwardBatch]) -> None:
+    """Raise :class:`ReplayError` unless *way* gives what the forward gives."""
+    for index, batch in enumerate(batches):
+        if way.load is not None:
+            way.load(index)
+        apart = relative_difference(runtime.forward(batch), way.step(index))
+        if apart > 1e-5:
+            raise ReplayError(f"{way.name}: results differ from eager ones by {apart:.2g}")
