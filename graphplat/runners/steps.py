@@ -53,7 +53,7 @@ class StepPlan:
         batch: ForwardBatch,
         size: int,
     ) -> StepPlan | None:
-        """The plan for batches of *batch*'s size on *entry*, or ``None`` where its inputs need the full way."""
+        """The plan for *batch*'s size on *entry*, or ``None`` where its inputs need the full way."""
         bound, requests, tokens = entry.inputs, batch.num_requests, batch.num_tokens
         if any(f.fill == "last" or f.spec.varies or f.spec.optional for f in bound.fields):
             return None
