@@ -28,8 +28,9 @@ CONTRACT_NAMES = {
     "supports_cuda_graph",
     "support_cuda_graph",
     "triton.cudagraphs",
+    "cudagraph_mark_step_begin",
 }
-"""Names that the contract fixes for any device graph, and an option of torch's compiler."""
+"""Names that the contract fixes for any device graph, and two of torch's compiler."""
 
 
 def modules(folder: Path) -> list[Path]:
@@ -120,8 +121,11 @@ def targets(node: ast.AST) -> list[ast.expr]:
 def test_nothing_assigns_to_attributes_of_torch(path: Path) -> None:
     """
     No module is patched. The simulated devices put a module of their own into torch, and the guard of
-    plugins puts back what one changed; both do it through named functions.
+    plugins puts back what one changed; both do it through named functions. Deliberately broken platforms
+    may do anything.
     """
+    if path.name.startswith("broken"):
+        return
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         for target in targets(node):

@@ -499,7 +499,7 @@ def test_two_threads_in_one_runner_never_mix(runtime: Any, device: torch.device,
     config = PhaseConfig(buckets=(4, 8))
     runner = capture_cuda_graphs(model_runner=runtime(forward, decode=config)).decode_runner
     wrong: list[Any] = []
-    start = threading.Barrier(3)
+    start = threading.Barrier(3, timeout=60)
 
     def work(offset: int) -> None:
         try:
@@ -512,11 +512,12 @@ def test_two_threads_in_one_runner_never_mix(runtime: Any, device: torch.device,
         except BaseException as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(3)]
+    threads = [threading.Thread(target=work, args=(offset,), daemon=True) for offset in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(timeout=120)
+        assert not thread.is_alive()
     assert wrong == []
     assert sum(runner.stats.sizes.values()) == 180
 
@@ -526,7 +527,7 @@ def test_two_runners_work_in_two_threads_also_while_one_captures(
 ) -> None:
     """Runners of different runtimes share nothing: one replays while the other captures lazily."""
     failed: list[BaseException] = []
-    start = threading.Barrier(2)
+    start = threading.Barrier(2, timeout=60)
 
     def work(factor: int) -> None:
         try:
@@ -542,11 +543,12 @@ def test_two_runners_work_in_two_threads_also_while_one_captures(
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work, args=(factor,)) for factor in (2, 3)]
+    threads = [threading.Thread(target=work, args=(factor,), daemon=True) for factor in (2, 3)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(timeout=120)
+        assert not thread.is_alive()
     assert failed == []
 
 
