@@ -234,11 +234,22 @@ class StreamGraphPlatform(Platform, abstract=True):
         self._generators.setdefault(id(graph), []).append(generator)
 
     def _supported(self, function: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-        """*keywords* that *function* takes; releases differ, and a built-in hides its signature."""
+        """*keywords* for *function*, without those it does not know that would say nothing.
+
+        Raises :class:`PlatformError` for any other unknown one: a capture mode that never
+        arrived would show only under load. A built-in hides its signature and checks itself.
+        """
         try:
             parameters = inspect.signature(function).parameters
         except (TypeError, ValueError):
             return keywords
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return keywords
-        return {name: value for name, value in keywords.items() if name in parameters}
+        known = {name: value for name, value in keywords.items() if name in parameters}
+        if lost := [name for name in keywords if name not in known and keywords[name] is not None]:
+            raise PlatformError(
+                f"torch.{self.api.module}: {function.__name__} does not take {', '.join(lost)}",
+                platform=self.name,
+                hint="Correct the plugin's StreamGraphApi, which may have been made for another release",
+            )
+        return known

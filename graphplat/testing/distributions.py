@@ -18,7 +18,9 @@ def expose(project: Path, site: Path, *, name: str | None = None) -> Path:
     name, version = name or settings["name"], settings["version"]
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8"
+    )
     lines = []
     for group, points in settings.get("entry-points", {}).items():
         lines += [f"[{group}]", *(f"{point} = {value}" for point, value in points.items()), ""]

@@ -7,7 +7,6 @@ With the variable ``GRAPHPLAT_SIMULATED`` it installs that simulated device firs
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform as python_platform
 from pathlib import Path
 from typing import Any
@@ -98,16 +97,17 @@ _RUN = pytest.StashKey[_Run]()
 def _versions(platform: Any) -> dict[str, str]:
     import torch
 
-    found = {"python": python_platform.python_version(), "torch": str(torch.__version__)}
-    names = {"graphplat"}
-    if platform is not None:
-        package = type(platform).__module__.partition(".")[0]
-        names |= set(importlib.metadata.packages_distributions().get(package, ()))
-    for name in sorted(names):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
+    from graphplat import __version__
+    from graphplat.registry import list_plugins
+
+    found = {
+        "python": python_platform.python_version(),
+        "torch": str(torch.__version__),
+        "graphplat": __version__,
+    }
+    for plugin in list_plugins() if platform is not None else ():
+        if plugin.distribution and platform.name in [one.name for one in plugin.platforms]:
+            found[plugin.distribution] = str(plugin.version)
     return found
 
 
@@ -115,7 +115,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the suite."""
     group = parser.getgroup("graphplat")
     group.addoption("--graphplat-device", default=None, help="device to test, such as TYPE or TYPE:1")
-    group.addoption("--graphplat-platform", default=None, help="platform by name, where several serve the type")
+    group.addoption(
+        "--graphplat-platform", default=None, help="platform by name, where several serve the type"
+    )
     group.addoption("--graphplat-json", default=None, help="write a JSON report to this file")
     parser.addini(
         "graphplat_known_failures",
@@ -175,10 +177,10 @@ def platform(request: pytest.FixtureRequest) -> Any:
     """The platform of ``--graphplat-device``; a vendor may define a fixture of this name instead."""
     from graphplat import platform_for
 
-    wanted = request.config.getoption("--graphplat-device")
+    wanted = request.config.getoption("--graphplat-device", None)
     if wanted is None:
         raise pytest.UsageError("give --graphplat-device TYPE, or define a fixture named platform")
-    return platform_for(wanted, name=request.config.getoption("--graphplat-platform"))
+    return platform_for(wanted, name=request.config.getoption("--graphplat-platform", None))
 
 
 @pytest.fixture
@@ -186,7 +188,7 @@ def device(platform: Any, request: pytest.FixtureRequest) -> Any:
     """A device of the platform, with its index where it has one."""
     import torch
 
-    wanted = request.config.getoption("--graphplat-device")
+    wanted = request.config.getoption("--graphplat-device", None)
     kind = torch.device(wanted if wanted is not None else platform.device_type)
     return torch.zeros(1, device=kind).device
 
@@ -220,7 +222,7 @@ def _declared(request: pytest.FixtureRequest) -> None:
     if not marks and "platform" not in request.fixturenames:
         return
     platform = request.getfixturevalue("platform")
-    run = request.config.stash[_RUN]
+    run = request.config.stash.setdefault(_RUN, _Run())
     run.platform = platform
     for mark in marks:
         for name in mark.args:

@@ -91,10 +91,11 @@ def test_streams_can_be_ordered(platform: Platform, device: torch.device) -> Non
         event = platform.record_event(stream)
     platform.wait_stream(platform.current_stream(device), stream)
     z = y + 1
+    assert_equal(z, numbers(64) * 2 + 1, "read before the other stream was waited for")
     platform.synchronize_event(event)
     platform.synchronize_stream(stream)
     platform.synchronize(device)
-    assert_equal(z, numbers(64) * 2 + 1)
+    assert_equal(y, numbers(64) * 2)
 
 
 @pytest.mark.requires("pinned_memory")

@@ -27,14 +27,14 @@ from graphplat.testing.suite_runtime import (
 _GRAPHS = pytest.mark.requires("graph_capture")
 
 
-class SuiteFailure(Exception):
+class SuiteError(Exception):
     """Raised by the suite's own forward, in the middle of a capture."""
 
 
-def _failing(platform: Platform, error: BaseException, size: int) -> Callable[..., torch.Tensor]:
+def _failing(platform: Platform, error: BaseException, size: int) -> Callable[..., Any]:
     """A forward that raises *error* in a capture of *size* rows, after some operators."""
 
-    def forward(runtime: SuiteRuntime, batch: ForwardBatch) -> torch.Tensor:
+    def forward(runtime: SuiteRuntime, batch: ForwardBatch) -> Any:
         output = scaled(runtime, batch)
         if len(output) == size and platform.is_capturing():
             raise error
@@ -50,7 +50,7 @@ def test_a_failed_bucket_runs_eagerly(platform: Platform, device: torch.device) 
     others replay.
     """
     before = platform.current_stream(device)
-    failing = _failing(platform, SuiteFailure("by design"), 4)
+    failing = _failing(platform, SuiteError("by design"), 4)
     runner = captured(platform, SuiteRuntime(device, failing, on_failure="eager"))
     assert_at_rest(platform, device, before)
     assert runner.buckets == (1, 2, 8)
@@ -64,7 +64,7 @@ def test_a_failed_bucket_runs_eagerly(platform: Platform, device: torch.device) 
 
 
 @_GRAPHS
-@pytest.mark.parametrize("error", [SuiteFailure("by design"), KeyboardInterrupt("by design")], ids=type)
+@pytest.mark.parametrize("error", [SuiteError("by design"), KeyboardInterrupt("by design")], ids=type)
 def test_a_failed_capture_leaves_the_device_usable(
     platform: Platform, device: torch.device, error: BaseException
 ) -> None:
@@ -98,7 +98,7 @@ def test_a_host_read_in_a_capture_is_refused(platform: Platform, device: torch.d
     """
     before = platform.current_stream(device)
 
-    def reading(runtime: SuiteRuntime, batch: ForwardBatch) -> torch.Tensor:
+    def reading(runtime: SuiteRuntime, batch: ForwardBatch) -> Any:
         output = scaled(runtime, batch)
         return output * 2 if float(output.sum()) < 0 else output
 
@@ -115,7 +115,7 @@ def test_graphs_captured_before_a_failure_stay_usable(platform: Platform, device
     """
     Under ``on_failure="raise"`` the graphs that were there go on replaying, with memory of their own.
     """
-    runtime = SuiteRuntime(device, _failing(platform, SuiteFailure("by design"), 2), buckets=(4, 2))
+    runtime = SuiteRuntime(device, _failing(platform, SuiteError("by design"), 2), buckets=(4, 2))
     good = captured(platform, SuiteRuntime(device, scaled))
     with pytest.raises(CaptureError):
         captured(platform, runtime)
@@ -126,11 +126,11 @@ def test_graphs_captured_before_a_failure_stay_usable(platform: Platform, device
     assert alive(graphs) == 0, "graphs outlive their release"
 
 
-def _forking(platform: Platform, device: torch.device, *, joined: bool) -> Callable[..., torch.Tensor]:
+def _forking(platform: Platform, device: torch.device, *, joined: bool) -> Callable[..., Any]:
     """A forward with half its work on a side stream, which it joins or forgets."""
     side: list[Any] = [platform.new_stream(device)]
 
-    def forward(runtime: SuiteRuntime, batch: ForwardBatch) -> torch.Tensor:
+    def forward(runtime: SuiteRuntime, batch: ForwardBatch) -> Any:
         here = platform.current_stream(device)
         platform.wait_stream(side[0], here)
         with platform.use_stream(side[0]):

@@ -85,7 +85,7 @@ def test_interleaved_buckets_do_not_disturb_each_other(platform: Platform, devic
     runner.release()
 
 
-def _two_layers(runtime: SuiteRuntime, batch: ForwardBatch) -> torch.Tensor:
+def _two_layers(runtime: SuiteRuntime, batch: ForwardBatch) -> Any:
     hidden = batch.inputs["x"] * runtime.scale + 1
     return hidden * runtime.scale + 1
 
@@ -113,7 +113,9 @@ def test_padded_rows_hold_their_fill(platform: Platform, device: torch.device) -
         padded = 8 - rows
         assert_equal(output["rows"], x + 1, f"{rows} rows")
         assert_equal(output["sum"], x.sum(0) + padded * fill, f"padded rows of x after {rows} rows")
-        assert_equal(output["ends"], (ends.sum() + padded * rows).view(1), f"padded rows of ends, {rows} rows")
+        assert_equal(
+            output["ends"], (ends.sum() + padded * rows).view(1), f"padded rows of ends, {rows} rows"
+        )
     runner.release()
 
 
@@ -149,7 +151,8 @@ def test_nested_and_keyword_inputs_are_refreshed(platform: Platform, device: tor
         meta = batch.inputs["meta"]
         lens = meta["lens"]
         return torch.add(
-            input=batch.inputs["x"], other=lens.first + 2 * lens.rest[0] + 3 * lens.rest[1] + 4 * meta["tail"][0]
+            input=batch.inputs["x"],
+            other=lens.first + 2 * lens.rest[0] + 3 * lens.rest[1] + 4 * meta["tail"][0],
         )
 
     runner = captured(platform, SuiteRuntime(device, combine, spec=spec))
@@ -197,7 +200,7 @@ def test_a_platforms_graph_replays_on_its_own(platform: Platform, device: torch.
     """
     seen: list[torch.Tensor] = []
 
-    def count(runtime: SuiteRuntime, batch: ForwardBatch) -> torch.Tensor:
+    def count(runtime: SuiteRuntime, batch: ForwardBatch) -> Any:
         runtime.scale.add_(1)
         return batch.inputs["x"] * 1
 
@@ -277,7 +280,7 @@ def test_private_generators_can_be_captured(platform: Platform, device: torch.de
     """
     generator = _generator(device)
 
-    def noisy(runtime: SuiteRuntime, batch: ForwardBatch) -> torch.Tensor:
+    def noisy(runtime: SuiteRuntime, batch: ForwardBatch) -> Any:
         return batch.inputs["x"].clone().uniform_(generator=generator)
 
     runtime = SuiteRuntime(device, noisy, buckets=(8,))

@@ -73,7 +73,7 @@ class SuiteRuntime(ModelRunner):
             self.prepare(batch)
 
 
-def scaled(runtime: SuiteRuntime, batch: ForwardBatch) -> torch.Tensor:
+def scaled(runtime: SuiteRuntime, batch: ForwardBatch) -> Any:
     """``x * scale + 1``, by rows."""
     return batch.inputs["x"] * runtime.scale + 1
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
-from graphplat import ForwardBatch, Platform
+from graphplat import BaseRunner, ForwardBatch, Platform
 from graphplat.testing.suite_runtime import (
     SuiteRuntime,
     assert_equal,
@@ -19,23 +20,6 @@ from graphplat.testing.suite_runtime import (
     scaled,
     step,
 )
-
-
-def _run_aside(work: Callable[[], None]) -> None:
-    """Run *work* in a thread to its end; its error becomes the caller's."""
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - handed to the caller below
-            errors.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.requires("graph_capture", "thread_local_capture")
@@ -56,10 +40,11 @@ def test_other_threads_may_use_the_device_during_a_capture(platform: Platform, d
             platform.synchronize_stream(stream)
             seen.append(moved.to("cpu"))
 
-    def forward(runtime: SuiteRuntime, batch: ForwardBatch) -> torch.Tensor:
+    def forward(runtime: SuiteRuntime, batch: ForwardBatch) -> Any:
         hidden = batch.inputs["x"] * runtime.scale
         if platform.is_capturing():
-            _run_aside(work)
+            with ThreadPoolExecutor(1) as aside:
+                aside.submit(work).result()
         return hidden + 1
 
     runner = captured(platform, SuiteRuntime(device, forward))
@@ -78,22 +63,19 @@ def test_threads_in_one_runner_never_mix(platform: Platform, device: torch.devic
     """
     runner = captured(platform, SuiteRuntime(device, scaled))
     gate = threading.Barrier(2)
-    wrong: list[str] = []
 
-    def serve(start: int) -> None:
+    def serve(start: int) -> list[str]:
         gate.wait()
+        wrong = []
         for turn in range(25):
-            rows = 1 + (turn + start) % 8
-            x = numbers(rows, start + turn)
+            x = numbers(1 + (turn + start) % 8, start + turn)
             found = runner.execute(batch_of(device, x=x)).to("cpu")
             if not torch.equal(found, expected(x)):
                 wrong.append(f"thread {start}, turn {turn}: {found.tolist()}")
+        return wrong
 
-    threads = [threading.Thread(target=serve, args=(start,)) for start in (0, 100)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        wrong = [error for errors in pool.map(serve, (0, 100)) for error in errors]
     assert not wrong, wrong[0]
     assert runner.stats.replayed == 50
     runner.release()
@@ -104,16 +86,11 @@ def test_two_runners_capture_one_after_the_other(platform: Platform, device: tor
     """
     Two threads that capture at once never overlap, and both sets of graphs are right.
     """
-    made = []
-
-    def work() -> None:
+    made: list[BaseRunner] = []
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: captured(platform, SuiteRuntime(device, scaled)))
         made.append(captured(platform, SuiteRuntime(device, scaled)))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    made.append(captured(platform, SuiteRuntime(device, scaled)))
-    thread.join()
-    assert len(made) == 2, "a capture failed"
+        made.append(other.result())
     for runner in made:
         assert_equal(step(runner, device, x=numbers(5)), expected(numbers(5)))
         runner.release()

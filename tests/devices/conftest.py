@@ -3,7 +3,7 @@
 torch takes one simulated device per process, so the tests here run only where ``GRAPHPLAT_SIMULATED`` names
 it; ``test_processes.py`` starts such processes. By hand::
 
-    GRAPHPLAT_SIMULATED=npu pytest tests/devices -p graphplat.testing.plugin
+    GRAPHPLAT_SIMULATED=npu pytest tests/devices
 """
 
 import gc
@@ -18,7 +18,9 @@ PROJECTS = {"acme": HERE.parents[1] / "plugins" / "graphplat-acme", "simxpu": HE
 """Plugins that do not come with graphplat; used as they lie here unless they are installed."""
 
 collect_ignore = (
-    ["test_processes.py"] if NAME else [p.name for p in HERE.glob("test_*.py") if p.name != "test_processes.py"]
+    ["test_processes.py"]
+    if NAME
+    else [p.name for p in HERE.glob("test_*.py") if p.name != "test_processes.py"]
 )
 
 if NAME and NAME != "npu":
@@ -35,6 +37,7 @@ if NAME:
 
     from graphplat import Phase, platform_for, registry
     from graphplat.testing.distributions import expose
+    from graphplat.testing.plugin import _declared, host_operator  # noqa: F401 - also where it is not loaded
     from graphplat.testing.reference import ReferenceRunner
     from graphplat.testing.simulated import install_from_environment, ledger
 
@@ -63,6 +66,11 @@ if NAME:
         return platform_for(sim.name)
 
     @pytest.fixture
+    def device(sim):
+        """Not the current device, so that nothing can rely on that."""
+        return torch.device(sim.name, 1)
+
+    @pytest.fixture
     def deferred(sim):
         """Queue all work until a synchronize."""
         sim.set_deferred(True)
@@ -74,7 +82,9 @@ if NAME:
         """Makes reference runtimes, equal on every device."""
 
         def make(device, config, **settings):
-            return ReferenceRunner("tiny", device=device, graph_config=config, slots=4, max_len=32, **settings)
+            return ReferenceRunner(
+                "tiny", device=device, graph_config=config, slots=4, max_len=32, **settings
+            )
 
         return make
 

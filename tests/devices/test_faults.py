@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from torch.utils import _python_dispatch
 
 from graphplat import CaptureError, GraphConfig, PhaseConfig, Reason, capture_cuda_graphs
 from graphplat.errors import ReplayError
 from graphplat.testing.simulated import faults, ledger
-from torch.utils import _python_dispatch
 
 
 def config(**settings):
@@ -61,7 +61,7 @@ def test_an_error_names_what_failed(sim, reference):
     """
     The error names platform, phase and bucket, and is chained to the driver's own.
     """
-    with faults.inject("end"), pytest.raises(CaptureError, match="decode.*bucket 4") as caught:
+    with faults.inject("end"), pytest.raises(CaptureError, match=r"decode.*bucket 4") as caught:
         capture_cuda_graphs(model_runner=reference(sim.name, config()))
     assert "injected" in str(caught.value.__cause__)
 

@@ -36,7 +36,7 @@ def test_it_captures_where_it_says_so(sim, reference):
 
 def test_it_runs_eagerly_where_it_says_so(sim, reference, eagerly, monkeypatch):
     """
-    With ``supports_cuda_graph`` false there is no decode runner, the report says why, and decode runs eagerly.
+    With ``supports_cuda_graph`` false decode has no runner and runs eagerly, and the report says why.
     """
     monkeypatch.setenv("ACME_GRAPHS", "0")
     runtime = reference(sim.name, CONFIG)
@@ -70,7 +70,9 @@ def test_two_vendors_of_one_device_are_ambiguous(fresh, tmp_path, monkeypatch):
     rival = tmp_path / "project"
     rival.mkdir()
     text = (PROJECT / "pyproject.toml").read_text()
-    (rival / "pyproject.toml").write_text(text.replace('acme = "graphplat_acme"', 'acme-rival = "acme_rival"'))
+    (rival / "pyproject.toml").write_text(
+        text.replace('acme = "graphplat_acme"', 'acme-rival = "acme_rival"')
+    )
     module = (PROJECT / "graphplat_acme.py").read_text()
     (rival / "acme_rival.py").write_text(module.replace('name = "acme"', 'name = "rival"'))
     monkeypatch.syspath_prepend(str(expose(rival, tmp_path / "site", name="rival-acme")))

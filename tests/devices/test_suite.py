@@ -14,11 +14,3 @@ def timing(request, sim):
         sim.set_deferred(False)
     else:
         yield
-
-
-@pytest.fixture
-def device(sim):
-    """Not the current device, so that nothing can rely on that."""
-    import torch
-
-    return torch.device(sim.name, 1)

@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 import torch
-from graphplat_npu import NpuPlatform, NPUGraphRunner, NPUPrefillRunner, dispatch_records
 
 from graphplat import (
     CaptureError,
@@ -23,6 +22,7 @@ from graphplat.errors import PlatformError, ReplayError
 from graphplat.testing.simulated import faults, ledger
 from graphplat.testing.suite_runtime import captured
 from graphplat.testing.suite_updates import attention_runtime, updated_step
+from graphplat_npu import NPUGraphRunner, NpuPlatform, NPUPrefillRunner, dispatch_records
 
 pytestmark = pytest.mark.requires("update_after_capture")
 FUSED = "actual_seq_lengths_kv"
@@ -37,14 +37,8 @@ def paged(query, key, value, lengths):
     return torch.ops.sim.paged_attention(query, key, value, context_lens=context_lens)
 
 
-
 def decode(runtime):
     return capture_cuda_graphs(model_runner=runtime).decode.runner
-
-
-@pytest.fixture
-def device(sim):
-    return torch.device(sim.name, 0)
 
 
 @pytest.mark.parametrize("operator", [(FUSED, fused), ("context_lens", paged)], ids=["list", "tensor"])
@@ -101,6 +95,7 @@ def test_a_host_value_that_reaches_no_operator_is_refused(device, name):
     A declared host value that no updatable operator took under its name would stay stale: the capture is
     refused, naming the value.
     """
+
     def unused(query, key, value, lengths):
         return query + key[:, 0] if name == FUSED else fused(query, key, value, lengths)
 

@@ -1,10 +1,10 @@
 """The xpu plugin's own API data under a device name that torch does not own."""
 
 import msgspec
-from graphplat_xpu import XpuPlatform
 
 from graphplat import Platform, hookimpl
 from graphplat.streamgraph import StreamGraphPlatform
+from graphplat_xpu import XpuPlatform
 
 
 class SimXpuPlatform(XpuPlatform):
