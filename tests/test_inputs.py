@@ -19,6 +19,7 @@ from graphplat import (
     UpTo,
     capture_cuda_graphs,
 )
+from graphplat.buffers import BoundInputs
 
 F32, I64 = torch.float32, torch.int64
 
@@ -379,6 +380,29 @@ def test_an_interrupted_copy_leaves_no_stale_row(
     assert torch.equal(spy.seen["x"][:5], x)
     assert (spy.seen["x"][5:8] == -5).all()
     assert (spy.seen["slot"][5:8] == 77).all()
+
+
+def test_an_interrupted_reset_leaves_no_stale_row(
+    runtime: Any, decode: Any, rows: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another bucket left in the shared memory is still known to be there after an interrupted step."""
+    spy = Spy(device)
+    runner = capture_cuda_graphs(model_runner=runtime(spy, spy_spec())).decode_runner
+    zeros = torch.zeros(8, dtype=I64, device=device)
+
+    def interrupted(*args: Any, **keywords: Any) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(2):  # the first step of a size and those after it take different ways
+        runner.execute(decode(5, x=rows(5), slot=zeros[:5]))
+        runner.execute(decode(3, x=rows(3), slot=zeros[:3] + 10**6))
+        with monkeypatch.context() as patch:
+            patch.setattr(BoundInputs, "_reset_outside", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                runner.execute(decode(5, x=rows(5), slot=zeros[:5]))
+        runner.execute(decode(5, x=rows(5), slot=zeros[:5]))
+        assert (spy.seen["x"][5:8] == -5).all()
+        assert (spy.seen["slot"][5:8] == 77).all()
 
 
 def test_padding_never_touches_a_real_slot(
