@@ -53,5 +53,6 @@ def abandon(context: RunnerContext, graph: Any, error: BaseException) -> None:
         if not context.platform.abort_capture(graph, pool=context.pool, stream=context.stream):
             context.renew_pool()
     except Exception as cleanup:  # noqa: BLE001 - whatever fails here must not hide the first error
-        error.add_note(f"cleaning up after the failed capture failed too: {type(cleanup).__name__}: {cleanup}")
+        what = f"{type(cleanup).__name__}: {cleanup}"
+        error.add_note(f"cleaning up after the failed capture failed too: {what}")
         context.renew_pool()
