@@ -165,6 +165,7 @@ def test_no_room_for_any_graph_means_eager_with_that_reason(runtime: Any, decode
     assert torch.equal(runner.execute(batch), double(batch))
 
 
+@pytest.mark.filterwarnings("ignore:too little memory")
 def test_a_budget_keeps_what_fits_and_reports_the_rest(runtime: Any, decode: Any, rows: Any) -> None:
     """
     Guards against vllm-project/vllm#57475, #57595 and #53013: a graph that exceeds the budget is dropped;

@@ -161,6 +161,7 @@ def test_what_stops_a_capture_leaves_the_device_as_before(
     assert runner.stats.last.is_graph
 
 
+@pytest.mark.filterwarnings("ignore:too little memory")
 @pytest.mark.parametrize("policy", ["raise", "eager"])
 def test_out_of_memory_drops_that_bucket_alone(
     faulty: Any, decode: Any, rows: Any, device: torch.device, policy: Any
@@ -180,6 +181,7 @@ def test_out_of_memory_drops_that_bucket_alone(
     assert runner.stats.eager == {Reason.OUT_OF_MEMORY: 2}
 
 
+@pytest.mark.filterwarnings("ignore:too little memory")
 def test_out_of_memory_in_the_first_warm_up_drops_the_largest_bucket_alone(
     faulty: Any, decode: Any, rows: Any
 ) -> None:
