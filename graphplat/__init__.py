@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         ReplayError,
         WeightsMovedError,
     )
-    from graphplat.graphed import graphed
+    from graphplat.function_runner import graphed
     from graphplat.hookspecs import hookimpl, hookspec
     from graphplat.inputs import HostSpec, InputSpec, TensorSpec, UpTo
     from graphplat.keys import ShapeKey
@@ -133,7 +133,7 @@ _HOME = {
         "ReplayError",
         "WeightsMovedError",
     ),
-    "graphplat.graphed": ("graphed",),
+    "graphplat.function_runner": ("graphed",),
     "graphplat.hookspecs": (
         "hookimpl",
         "hookspec",
