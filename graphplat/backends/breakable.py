@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
+import torch
 
 from graphplat import breaks
 from graphplat.backends.base import CaptureBackend, CapturedShape
@@ -63,7 +64,7 @@ class BreakableBackend(CaptureBackend):
         steps = captured.recording.steps
 
         def launch(batch: ForwardBatch | None) -> None:
-            with breaks.running(batch):
+            with torch.no_grad(), breaks.running(batch):  # eager parts write into static memory
                 for step in steps:
                     step()
 
