@@ -64,7 +64,7 @@ class PhaseConfig(_Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Backend ``compiled``: kernels for all sizes together, or faster-fitting ones for each."""
     tolerance: PositiveFloat | None = None
     """Backend ``compiled``: largest difference from eager, as a part of the largest result. ``None``: 1e-8,
-    1e-4, 1e-2 or 5e-2 for float64, float32, float16 or bfloat16, by the least precise type in use."""
+    1e-4, 2e-2 or 0.15 for float64, float32, float16 or bfloat16, by the least precise type in use."""
     outputs: Literal["copy", "view"] = "copy"
     """``copy``: results survive later steps. ``view``: zero copy, valid until the next step."""
     on_failure: Literal["raise", "eager"] = "raise"

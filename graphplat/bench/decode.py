@@ -28,6 +28,8 @@ GRAPHPLAT = {
 }
 """Ways through graphplat and their settings."""
 
+_NOT_ASKED = "the compiler is left out, as asked"
+
 
 @attrs.define(eq=False)
 class Steps:
@@ -38,6 +40,10 @@ class Steps:
     section: str
     budget: float
     """Seconds of measuring for each way and size."""
+    compiler: bool = True
+    """Measure what needs the compiler."""
+    each: bool = False
+    """Measure kernels compiled for each size alone, too."""
     compile_seconds: float = 45.0
     """What the compiler is expected to need for one size; learnt from the first."""
 
@@ -73,7 +79,12 @@ class Steps:
         needs = {"full": True, "breakable": capabilities.breakable, "compiled": capabilities.compiled}
         for way, chosen in GRAPHPLAT.items():
             name, backend = f"graphplat {way}", chosen["backend"]
-            if backend == "compiled" and self.section != "decode":
+            if backend == "compiled" and (
+                self.section != "decode" or ("compile" in chosen and not self.each)
+            ):
+                continue
+            if backend == "compiled" and not self.compiler:
+                self.skip(name, _NOT_ASKED)
                 continue
             if not (needs[backend] and capabilities.graph_capture):
                 self.skip(name, f"{self.clock.platform.name} does not declare it")
@@ -108,6 +119,9 @@ class Steps:
     def _compiled(self, runtime: Any, static: ForwardBatch, batches: Sequence[ForwardBatch]) -> Iterator[Way]:
         if not self.clock.platform.capabilities.compiled:
             self.skip("torch.compile", f"{self.clock.platform.name} does not declare it")
+            return
+        if not self.compiler:
+            self.skip("torch.compile", _NOT_ASKED)
             return
         if self._is_late("torch.compile", self.compile_seconds):
             return
@@ -260,18 +274,18 @@ class Steps:
             return
         budget = min(self.budget, self.clock.left() / max(1, 2 * len(right)))
         timings = self.clock.steps(right, Effort.within(once, budget))
-        for way in right:
-            yield _row(way, size, batches[0], differences[way.name], timings[way.name])
+        for way in ways:
+            yield _row(way, size, batches[0], differences[way.name], timings.get(way.name))
 
 
-def _row(way: Way, size: int, batch: ForwardBatch, difference: float, timing: Timing) -> StepRow:
+def _row(way: Way, size: int, batch: ForwardBatch, difference: float, timing: Timing | None) -> StepRow:
     return StepRow(
         way=way.name,
         bucket=size,
-        step_us=timing.step,
-        host_us=timing.host,
-        throughput_us=timing.throughput,
-        tokens_per_second=batch.num_tokens / timing.throughput.median * 1e6,
+        step_us=None if timing is None else timing.step,
+        host_us=None if timing is None else timing.host,
+        throughput_us=None if timing is None else timing.throughput,
+        tokens_per_second=None if timing is None else batch.num_tokens / timing.throughput.median * 1e6,
         warmup_seconds=way.warmup_seconds,
         capture_seconds=way.capture_seconds,
         capture_bytes=way.capture_bytes,

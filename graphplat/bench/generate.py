@@ -28,6 +28,7 @@ class Generation:
     report: BenchReport
     dtype: torch.dtype
     new: int = NEW
+    compiler: bool = True
     _captures: list[Any] = attrs.field(factory=list)
 
     def run(self) -> None:
@@ -40,6 +41,9 @@ class Generation:
         runs: dict[str, Callable[[], list[int]]] = {}
         warmups: dict[str, float] = {}
         for name, make in self._ways(model, prompt):
+            if "compile" in name and not self.compiler:
+                self._skip(name, "the compiler is left out, as asked")
+                continue
             if "compile" in name and self.subject.clock.left() < _COMPILE_SECONDS:
                 self._skip(name, f"about {_COMPILE_SECONDS:.0f} s needed")
                 continue

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from graphplat import guard
 from graphplat.backends.numerics import relative_difference
 from graphplat.bench.records import Spread
 
@@ -86,17 +87,21 @@ class Clock:
         return time.perf_counter() - started
 
     def steps(self, ways: Sequence[Way], effort: Effort) -> dict[str, Timing]:
-        """Time *ways* in turn, in rounds that begin with another one each time."""
+        """Time *ways* in turn, in rounds that begin with another one each time.
+
+        Garbage is not collected meanwhile: a collection would fall on one way or another.
+        """
         found: dict[str, tuple[list[float], list[float], list[float]]] = {w.name: ([], [], []) for w in ways}
         count = 0
-        for turn in range(effort.rounds):
-            for offset in range(len(ways)):
-                way = ways[(turn + offset) % len(ways)]
-                step, host, block = found[way.name]
-                for _ in range(effort.steps):
-                    count += 1
-                    self._one(way, count % FRESH, step, host)
-                block.append(self._block(way, effort.block, count))
+        with guard.garbage_collection_held():
+            for turn in range(effort.rounds):
+                for offset in range(len(ways)):
+                    way = ways[(turn + offset) % len(ways)]
+                    step, host, block = found[way.name]
+                    for _ in range(effort.steps):
+                        count += 1
+                        self._one(way, count % FRESH, step, host)
+                    block.append(self._block(way, effort.block, count))
         return {name: Timing(*(Spread.of(values) for values in lists)) for name, lists in found.items()}
 
     def _one(self, way: Way, index: int, step: list[float], host: list[float]) -> None:
@@ -121,13 +126,14 @@ class Clock:
     def host(self, ways: Sequence[Way], *, blocks: int = 100, size: int = 20) -> dict[str, Spread]:
         """Host time of short steps: of *size* calls in a row, before the device is waited for."""
         found: dict[str, list[float]] = {way.name: [] for way in ways}
-        for _ in range(blocks):
-            for way in ways:
-                self.sync()
-                started = time.perf_counter()
-                for index in range(size):
-                    way.step(index % FRESH)
-                found[way.name].append((time.perf_counter() - started) / size * 1e6)
+        with guard.garbage_collection_held():
+            for _ in range(blocks):
+                for way in ways:
+                    self.sync()
+                    started = time.perf_counter()
+                    for index in range(size):
+                        way.step(index % FRESH)
+                    found[way.name].append((time.perf_counter() - started) / size * 1e6)
         self.sync()
         return {name: Spread.of(values) for name, values in found.items()}
 

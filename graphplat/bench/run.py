@@ -20,7 +20,7 @@ from graphplat.buckets import default_ladder
 from graphplat.errors import ConfigError
 from graphplat.registry import resolve
 
-SECTIONS = ("host", "scaling", "capture", "prefill", "decode", "hf")
+SECTIONS = ("host", "scaling", "capture", "prefill", "hf", "decode")
 """In the order they run: those that need the compiler come last."""
 
 Say = Callable[[str], None]
@@ -44,6 +44,10 @@ class Bench:
     time_limit: float = 540.0
     budget: float = 2.0
     new_tokens: int = 128
+    compiler: bool = True
+    """Measure what needs the compiler, which takes minutes for a large model."""
+    each: bool = False
+    """Also measure kernels compiled for each size alone."""
     say: Say = lambda text: None
 
     def run(self) -> BenchReport:
@@ -105,7 +109,9 @@ class Bench:
         Ladder(subject, report, default_sizes(subject.slots)).run()
 
     def _decode(self, subject: Subject, report: BenchReport) -> None:
-        Steps(subject, report, "decode", self.budget).run(self.buckets, report.decode)
+        Steps(subject, report, "decode", self.budget, self.compiler, self.each).run(
+            self.buckets, report.decode
+        )
 
     def _prefill(self, subject: Subject, report: BenchReport) -> None:
         from graphplat.bench.retained import retained
@@ -125,7 +131,7 @@ class Bench:
         except ImportError as error:
             report.skipped.append(Skip(section="hf", what="all of it", why=str(error)))
             return
-        Generation(subject, report, getattr(torch, self.dtype), self.new_tokens).run()
+        Generation(subject, report, getattr(torch, self.dtype), self.new_tokens, self.compiler).run()
 
 
 def _device_name(device: torch.device) -> str:

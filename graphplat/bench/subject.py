@@ -55,6 +55,8 @@ class Subject:
             runtime = CausalLMRunner(loaded.model, max_requests=slots, max_len=max_len, graph_config=config)
             cache, vocab = runtime.store.data, loaded.model.config.vocab_size
         cache.normal_()
+        # Otherwise the compiler's own graphs refuse a forward that writes to it.
+        torch._dynamo.mark_static_address(cache)
         return cls(model, runtime, clock, vocab, max_len, slots, folder)
 
     @property

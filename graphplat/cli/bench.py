@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from graphplat.bench.records import BenchReport, Spread, StepRow
+    from graphplat.bench.run import Bench
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -22,25 +23,44 @@ _FILE_WIDTH = 160
 """Columns where no terminal says otherwise."""
 
 
+_Model = Annotated[
+    str, typer.Option(help="A shape (135M, 8B, tiny) with random weights, or a Hugging Face folder.")
+]
+_Device = Annotated[str, typer.Option(help="Torch device to measure.")]
+_Dtype = Annotated[Precision | None, typer.Option(help="By default float32 on cpu, else bfloat16.")]
+_Sections = Annotated[
+    str | None, typer.Option(help="Of host, scaling, capture, prefill, hf, decode; all by default.")
+]
+_Buckets = Annotated[str, typer.Option(help="Decode sizes.")]
+_PrefillBuckets = Annotated[str, typer.Option(help="Prefill sizes, in tokens.")]
+_MaxLen = Annotated[int, typer.Option(min=16, help="Tokens that the cache holds for a request.")]
+_TimeLimit = Annotated[float, typer.Option(help="Seconds; what does not fit is skipped.")]
+_Budget = Annotated[float, typer.Option(help="Seconds of measuring for each way and size.")]
+_NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate in section hf.")]
+_Compiler = Annotated[bool, typer.Option(help="Measure what needs the compiler: minutes for 135M.")]
+_Each = Annotated[bool, typer.Option("--each", help="Also measure kernels for each size alone.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+_Output = Annotated[Path | None, typer.Option(help="Write the JSON document here too.")]
+_Plot = Annotated[Path | None, typer.Option(help="Write charts here; needs matplotlib.")]
+
+
 def command(
     *,
-    model: Annotated[
-        str, typer.Option(help="A shape (135M, 8B, tiny) with random weights, or a Hugging Face folder.")
-    ] = "135M",
-    device: Annotated[str, typer.Option(help="Torch device to measure.")] = "cpu",
-    dtype: Annotated[Precision | None, typer.Option(help="By default float32 on cpu, else bfloat16.")] = None,
-    sections: Annotated[
-        str | None, typer.Option(help="Of host, scaling, capture, prefill, decode, hf; all by default.")
-    ] = None,
-    buckets: Annotated[str, typer.Option(help="Decode sizes.")] = "1,8,64",
-    prefill_buckets: Annotated[str, typer.Option(help="Prefill sizes, in tokens.")] = "128,512",
-    max_len: Annotated[int, typer.Option(min=16, help="Tokens that the cache holds for a request.")] = 2048,
-    time_limit: Annotated[float, typer.Option(help="Seconds; what does not fit is skipped.")] = 540.0,
-    budget: Annotated[float, typer.Option(help="Seconds of measuring for each way and size.")] = 2.0,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate in section hf.")] = 128,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the JSON document here too.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write charts here; needs matplotlib.")] = None,
+    model: _Model = "135M",
+    device: _Device = "cpu",
+    dtype: _Dtype = None,
+    sections: _Sections = None,
+    buckets: _Buckets = "1,8,64",
+    prefill_buckets: _PrefillBuckets = "128,512",
+    max_len: _MaxLen = 2048,
+    time_limit: _TimeLimit = 540.0,
+    budget: _Budget = 2.0,
+    new_tokens: _NewTokens = 128,
+    compiler: _Compiler = True,
+    each: _Each = False,
+    json: _Json = False,
+    output: _Output = None,
+    plot: _Plot = None,
 ) -> None:
     """Measure steps, captures and memory against baselines.
 
@@ -48,16 +68,10 @@ def command(
     compared with eager before anything is timed. Says what it skipped and why. Fails if
     a result is wrong.
     """
-    from rich.console import Console
-
     from graphplat.bench.run import SECTIONS, Bench
-    from graphplat.cli import render
 
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("matplotlib is not installed", field="plot", hint='Install "graphplat[plot]"')
-    console, notes = Console(quiet=json), Console(stderr=True, quiet=json)
-    if not console.is_terminal:
-        console = Console(quiet=json, width=_FILE_WIDTH)
     bench = Bench(
         device=device,
         model=model,
@@ -69,8 +83,22 @@ def command(
         time_limit=time_limit,
         budget=budget,
         new_tokens=new_tokens,
-        say=lambda text: notes.print(text, markup=False, highlight=False, soft_wrap=True),
+        compiler=compiler,
+        each=each,
     )
+    _run(bench, json=json, output=output, plot=plot)
+
+
+def _run(bench: Bench, *, json: bool, output: Path | None, plot: Path | None) -> None:
+    """Run, and give the report wherever it is wanted."""
+    from rich.console import Console
+
+    from graphplat.cli import render
+
+    console, notes = Console(quiet=json), Console(stderr=True, quiet=json)
+    if not console.is_terminal:
+        console = Console(quiet=json, width=_FILE_WIDTH)
+    bench.say = lambda text: notes.print(text, markup=False, highlight=False, soft_wrap=True)
     report = bench.run()
     if json:
         render.print_json(report)
@@ -123,8 +151,6 @@ Rows = Iterable[tuple[object, ...]]
 
 
 def _tables(report: BenchReport) -> Iterable[tuple[str, tuple[str, ...], Rows]]:
-    from graphplat.cli import render
-
     yield "Decode steps, µs", _STEP_COLUMNS, _steps(report.decode)
     yield "Prefill steps, µs", _STEP_COLUMNS, _steps(report.prefill)
     yield (
@@ -137,6 +163,25 @@ def _tables(report: BenchReport) -> Iterable[tuple[str, tuple[str, ...], Rows]]:
         ("breaks", "host", "each"),
         ((row.breaks, _spread(row.host_us), _number(row.per_break_us)) for row in report.breaks),
     )
+    yield from _cost_tables(report)
+    yield (
+        "Generation, one prompt",
+        ("way", "tokens/s", "warm-up s", "equal tokens"),
+        (
+            (
+                row.way,
+                _spread(row.tokens_per_second),
+                f"{row.warmup_seconds:.2f}",
+                f"{row.same_tokens}/{row.tokens}",
+            )
+            for row in report.generate
+        ),
+    )
+
+
+def _cost_tables(report: BenchReport) -> Iterable[tuple[str, tuple[str, ...], Rows]]:
+    from graphplat.cli import render
+
     yield (
         "Capture of a ladder, warm-up included",
         ("way", "buckets", "seconds", "memory"),
@@ -162,19 +207,6 @@ def _tables(report: BenchReport) -> Iterable[tuple[str, tuple[str, ...], Rows]]:
                 render.size(row.bytes),
             )
             for row in report.scaling
-        ),
-    )
-    yield (
-        "Generation, one prompt",
-        ("way", "tokens/s", "warm-up s", "equal tokens"),
-        (
-            (
-                row.way,
-                _spread(row.tokens_per_second),
-                f"{row.warmup_seconds:.2f}",
-                f"{row.same_tokens}/{row.tokens}",
-            )
-            for row in report.generate
         ),
     )
 

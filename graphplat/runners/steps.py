@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graphplat.runners.graph import Entry
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WHOLE = (*_UNITS.values(), torch.int8)
 
 
 @attrs.define(eq=False)
@@ -151,13 +152,16 @@ class StepPlan:
 
 
 def _units(views: list[torch.Tensor]) -> tuple[torch.dtype | None, tuple[torch.Tensor, ...]]:
-    """The widest type that every view can be read as: the commonest of the narrowest width."""
+    """The widest whole-number type that every view can be read as, the commonest one of that width.
+
+    Flags and real numbers are no such types: a kernel may change bytes that mean neither to them.
+    """
     if not views or any(view.dim() == 0 or view.shape[-1] == 0 or not view.is_contiguous() for view in views):
         return None, ()
     width = min(view.element_size() for view in views)
     if width not in _UNITS:
         return None, ()
-    narrow = [view.dtype for view in views if view.element_size() == width]
-    unit = max(set(narrow), key=narrow.count)
+    narrow = [view.dtype for view in views if view.element_size() == width and view.dtype in _WHOLE]
+    unit = max(narrow, key=narrow.count, default=_UNITS[width])
     with torch.inference_mode(False):
         return unit, tuple(view if view.dtype is unit else view.view(unit) for view in views)

@@ -1,14 +1,8 @@
 """A reference runtime: a Llama-like decoder with a slot cache that prefills packed prompts and decodes.
 
 It runs on any torch device and serves tests, conformance and benchmarks. Under the ``full``
-backend its prefill attention is one masked product, captured with the rest. Under ``breakable``
-it is an eager part that works at the live lengths of the batch being run.
-
-.. code-block:: python
-
-    runtime = ReferenceRunner("tiny", graph_config=config)
-    capture = capture_cuda_graphs(model_runner=runtime)
-    logits = capture.prefill_runner.execute(runtime.prefill_batch([[1, 2, 3], [4, 5]]))
+backend its prefill attention is one masked product, captured with the rest. Under ``breakable`` it is
+an eager part at the live lengths of the batch being run.
 """
 
 from __future__ import annotations
@@ -104,7 +98,7 @@ class ReferenceRunner(ModelRunner):
         self._scratch = self._make_scratch()
 
     def configured(self, graph_config: GraphConfig) -> Self:
-        """The same weights and the same cache under other settings."""
+        """The same weights and cache under other settings."""
         clone = copy.copy(self)
         clone.graph_config = graph_config
         clone._scratch = clone._make_scratch()
@@ -160,8 +154,6 @@ class ReferenceRunner(ModelRunner):
         cache = self.cache
         found = {"cache.data": cache.data, "cache.columns": cache.columns, "cache.places": cache.places}
         return found if self._scratch is None else found | {"scratch": self._scratch.data}
-
-    # Batches
 
     def decode_batch(
         self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int] | None = None
