@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -84,15 +84,15 @@ class ReplayBackend(abc.ABC):
         """
         try:
             self.launcher(shape_key)(batch)
+        except GraphplatError:
+            raise
         except Exception as error:
-            self.fail_replay(shape_key, error)
+            raise self.replay_error(shape_key, error) from error
         return self.captured[shape_key].output
 
-    def fail_replay(self, shape_key: ShapeKey, error: Exception) -> NoReturn:
-        """Raise *error*, met while launching *shape_key*, as an error of this library."""
-        if isinstance(error, GraphplatError):
-            raise error
-        raise self._error(ReplayError, "the graph could not be replayed", shape_key, error) from error
+    def replay_error(self, shape_key: ShapeKey, error: Exception) -> GraphplatError:
+        """What to raise for a foreign *error* met while launching *shape_key*."""
+        return self._error(ReplayError, "the graph could not be replayed", shape_key, error)
 
     def update(self, shape_key: ShapeKey, values: Mapping[str, Sequence[int]]) -> None:
         """Rewrite host values of *shape_key* for its next replay, behind a fence.
