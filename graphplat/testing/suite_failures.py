@@ -123,7 +123,7 @@ def test_graphs_captured_before_a_failure_stay_usable(platform: Platform, device
         assert_equal(step(good, device, x=numbers(rows)), expected(numbers(rows)), f"{rows} rows")
     graphs = watched(good)
     good.release()
-    assert alive(graphs) == 0, "graphs outlive their release"
+    assert alive(graphs, platform, device) == 0, "graphs outlive their release"
 
 
 def _forking(platform: Platform, device: torch.device, *, joined: bool) -> Callable[..., Any]:

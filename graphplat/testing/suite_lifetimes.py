@@ -115,7 +115,7 @@ def test_release_and_recapture(platform: Platform, device: torch.device) -> None
     runner = captured(platform, runtime)
     graphs = watched(runner)
     runner.release()
-    assert alive(graphs) == 0, "graphs outlive their release"
+    assert alive(graphs, platform, device) == 0, "graphs outlive their release"
     assert runner.context.live_graphs == 0
     assert_equal(runner.execute(batch_of(device, x=numbers(3))), expected(numbers(3)), "released")
     assert runner.stats.eager[Reason.RELEASED] == 1
@@ -140,7 +140,7 @@ def test_fifty_cycles_leave_counts_constant(platform: Platform, device: torch.de
         runner.capture()
         graphs += watched(runner)
         runner.release()
-    assert alive(graphs) == 0, "graphs outlive their release"
+    assert alive(graphs, platform, device) == 0, "graphs outlive their release"
     assert platform.allocated_bytes(device) == before, "allocated bytes grew"
     runner.capture()
     assert_equal(step(runner, device, x=numbers(2)), expected(numbers(2)), "the 51st capture")

@@ -148,7 +148,8 @@ def watched(runner: BaseRunner) -> list[weakref.ref[Any]]:
         pytest.skip("graph objects of this device cannot be watched")
 
 
-def alive(references: Sequence[weakref.ref[Any]]) -> int:
-    """How many of them are still there after a collection."""
+def alive(references: Sequence[weakref.ref[Any]], platform: Platform, device: torch.device) -> int:
+    """How many of them are still there once *device* is done with them, after a collection."""
+    platform.synchronize(device)
     gc.collect()
     return sum(reference() is not None for reference in references)

@@ -84,7 +84,8 @@ def test_running_out_of_memory_keeps_what_was_captured(sim, reference, eagerly):
     Buckets that did not fit run eagerly; the others replay, and the report says which.
     """
     runtime = reference(sim.name, config())
-    with faults.inject("begin", torch.OutOfMemoryError("full"), nth=2):
+    full = torch.OutOfMemoryError("full")
+    with faults.inject("begin", full, nth=2), pytest.warns(UserWarning, match="too little memory for 1 of 3"):
         capture = capture_cuda_graphs(model_runner=runtime)
     assert capture.decode.runner.buckets == (1, 4)
     assert Reason.OUT_OF_MEMORY in [skip.reason for skip in capture.report.skipped]
