@@ -7,7 +7,13 @@ import warnings
 import pytest
 import torch
 
-from graphplat.testing import broken_runners, suite  # noqa: F401 - registers its faults
+from graphplat.testing import (  # noqa: F401 - they register their faults
+    broken_captures,
+    broken_devices,
+    broken_replays,
+    broken_runners,
+    suite,
+)
 from graphplat.testing.broken import FAULTS, applies, broken
 
 PAIRS = [(fault, test) for fault in FAULTS.values() for test in fault.caught_by]
