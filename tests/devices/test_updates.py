@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 import torch
+from torch.utils import _python_dispatch
 
 from graphplat import (
     CaptureError,
@@ -134,6 +135,37 @@ def test_the_number_of_values_is_checked(device, platform):
         platform.update_graph(graph, {FUSED: [1, 2, 3]})
     assert ledger().updates == before
     runner.release()
+
+
+@pytest.mark.parametrize("point", ["begin", "forward", "end", "instantiate"])
+def test_a_failed_capture_leaves_no_dispatch_mode(device, point):
+    """
+    Where the vendor's context leaves its mode on, it is taken off, so that later operators are no records.
+    """
+    runtime = attention_runtime(device, (FUSED, fused), buckets=(4, 2), on_failure="eager")
+    with faults.inject(point):
+        runner = decode(runtime)
+    assert not _python_dispatch._get_current_dispatch_mode_stack()
+    assert runner.buckets == (2,)
+    torch.testing.assert_close(*updated_step(runner, runtime, (FUSED, fused), [5, 2]))
+    runner.release()
+
+
+def test_a_graph_is_not_taken_for_a_dead_updatable_one(platform):
+    """
+    Whether a graph is updatable is known of the graph itself, not of one that had its identity before.
+    """
+    seen = set()
+    for _ in range(500):
+        graph = platform.create_graph(updatable=True)
+        assert "auto_dispatch_capture" in platform.context_keywords(graph)
+        seen.add(id(graph))
+        del graph
+        graph = platform.create_graph()
+        assert "auto_dispatch_capture" not in platform.context_keywords(graph)
+        if id(graph) in seen:
+            return
+    pytest.skip("no identity was used twice")
 
 
 class LoggingPlatform(NpuPlatform):
