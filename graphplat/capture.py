@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -20,6 +21,9 @@ from graphplat.runners.decode import DecodeGraphRunner
 from graphplat.runners.eager import EagerRunner
 from graphplat.runners.graph import GraphRunner
 from graphplat.runners.prefill import PrefillGraphRunner
+
+if TYPE_CHECKING:
+    from graphplat.peers import PeerAgreement
 
 
 class DecodeGraphCapture(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,16 +72,20 @@ def capture_cuda_graphs(
     )
     context = eager_runner.context
     context.hooks, context.shared_output = hooks, shared_output
-    # Refused before anything is allocated, and nothing is allocated for what was refused.
-    eager_runner.warm_up([phase for phase in Phase if _refusal(context, phase) is None])
-    prefill_runner = capture_prefill_graph(model_runner=model_runner, eager_runner=eager_runner)
-    if capture_decode_cuda_graph:
-        decode = capture_decode_graph(model_runner=model_runner, eager_runner=eager_runner)
-    else:
-        context.skip(Phase.DECODE, Reason.DRAFT_RUNNER, "the draft runner captures its own decode graphs")
-        decode = DecodeGraphCapture(runner=eager_runner, graph_mem_usage=0)
-    context.forward_hooks.register()
-    _preallocate_symmetric_memory(context)
+    with context.together("the set-up"):
+        # Refused before anything is allocated, and nothing is allocated for what was refused.
+        refused = {phase: _refusal(context, phase) for phase in Phase}
+        if context.peers is not None:
+            _compare_ranks(context, refused, capture_decode_cuda_graph)
+        eager_runner.warm_up([phase for phase in Phase if refused[phase] is None])
+        prefill_runner = capture_prefill_graph(model_runner=model_runner, eager_runner=eager_runner)
+        if capture_decode_cuda_graph:
+            decode = capture_decode_graph(model_runner=model_runner, eager_runner=eager_runner)
+        else:
+            context.skip(Phase.DECODE, Reason.DRAFT_RUNNER, "the draft runner captures its own decode graphs")
+            decode = DecodeGraphCapture(runner=eager_runner, graph_mem_usage=0)
+        context.forward_hooks.register()
+        _preallocate_symmetric_memory(context)
     if model_runner.canary_manager is not None and not model_runner.is_draft_worker:
         model_runner.canary_manager.mark_init_finished()
     report = CaptureReport(
@@ -89,6 +97,7 @@ def capture_cuda_graphs(
         seconds=time.perf_counter() - started,
         static_buffer_bytes=context.arena.nbytes,
         output_buffer_bytes=context.shared_output.nbytes,
+        memory_estimate_bytes=sum(context.estimates.values()) if context.estimates else None,
     )
     return CudaGraphsCapture(
         eager_runner=eager_runner, prefill_runner=prefill_runner, decode=decode, report=report
@@ -168,6 +177,15 @@ def _find_refusal(context: RunnerContext, phase: Phase) -> tuple[Reason, str] | 
     if config.on_unsupported == "raise":
         raise PlatformError(detail, platform=platform.name, phase=phase, hint='Set on_unsupported="eager"')
     return Reason.UNSUPPORTED, detail
+
+
+def _compare_ranks(context: RunnerContext, refused: dict[Phase, Any], decode: bool) -> None:
+    """Raise on every rank unless all will take the same steps of the set-up."""
+    runner, name = context.model_runner, context.platform.name
+    wanted = [str(phase) for phase, refusal in refused.items() if refusal is None]
+    settings = [name, runner.graph_config, runner.tokens_per_request, wanted, decode]
+    described = f"platform {name!r}, graphs for {' and '.join(wanted) or 'no phase'}, {runner.graph_config}"
+    cast("PeerAgreement", context.peers).same("the start of the set-up", settings, described)
 
 
 def _used_gib(context: RunnerContext) -> float:

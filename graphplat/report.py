@@ -90,7 +90,8 @@ class CaptureReport(msgspec.Struct, frozen=True, kw_only=True):
     static_buffer_bytes: int = 0
     output_buffer_bytes: int = 0
     memory_estimate_bytes: int | None = None
-    """Expected before capture from the largest bucket, to compare with the measured sum."""
+    """What all graphs were expected to take once the two largest buckets of each phase were captured, to
+    compare with ``graph_bytes``; ``None`` where the platform cannot say."""
 
     def to_json(self) -> str:
         """This report as JSON text."""
@@ -115,6 +116,11 @@ class RunnerStats:
     recaptures: int = 0
     """Times that moved weights made this runner record again."""
     last: Decision | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps taken. A result got as a view holds while no runner of its model takes another one."""
+        return self.replayed + self.ran_eagerly
 
     @property
     def replayed(self) -> int:

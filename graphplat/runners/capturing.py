@@ -3,153 +3,155 @@
 from __future__ import annotations
 
 import contextlib
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
-from graphplat import buckets as ladders
 from graphplat import guard
-from graphplat.errors import CaptureError, PlatformError, PluginError
+from graphplat.budget import Budget
+from graphplat.errors import CaptureError
 from graphplat.hookspecs import CaptureProgress
+from graphplat.peers import Cost, Outcome
 from graphplat.report import Reason, ShapeReport
-from graphplat.runners import deciding
+from graphplat.runners import fitting
+from graphplat.runners.participants import Participant
+from graphplat.runners.stale import drop_stale
 
 if TYPE_CHECKING:
     import torch
 
     from graphplat.backends import CapturedShape
-    from graphplat.batch import ForwardBatch, Phase
+    from graphplat.batch import ForwardBatch
     from graphplat.buffers import BoundInputs
     from graphplat.keys import ShapeKey
-    from graphplat.runners.graph import GraphRunner
+    from graphplat.runners.graph import Entry, GraphRunner
+    from graphplat.runners.planning import CapturePlan
 
 
-@attrs.frozen
-class CapturePlan:
-    """The shapes of one runner, largest first."""
+def capture_planned(runner: GraphRunner, plan: CapturePlan) -> None:
+    """Record the shapes of *plan*, or leave them to the first batch that needs them.
 
-    keys: list[ShapeKey]
-    dropped: list[ShapeKey]
-    """Shapes for which there are too few graphs."""
-    why: str = ""
-
-    @classmethod
-    def make(cls, runner: GraphRunner) -> CapturePlan:
-        """Plan every bucket and family, thinned where the number of graphs is limited."""
-        families = list(deciding.families(runner))
-        if not families:
-            runner.context.skip(runner.phase, Reason.HOST_VALUE, deciding.cannot_update(runner) or "")
-            return cls([], [])
-        keys = {
-            size: [
-                runner.eager_runner.make_key(runner.phase, size, variant, present, host)
-                for variant, present, host in families
-            ]
-            for size in reversed(runner.ladder)
-        }
-        limit = _limit(runner)
-        kept = runner.ladder if limit is None else ladders.thin(runner.ladder, limit // len(families))
-        dropped = [size for size in runner.ladder if size not in kept]
-        why = f"at most {limit} graphs for {len(families)} families: buckets {dropped} were dropped"
-        if dropped:
-            runner.context.skip(runner.phase, Reason.GRAPH_LIMIT, why)
-        return cls(
-            [key for size in keys if size in kept for key in keys[size]],
-            [key for size in dropped for key in keys[size]],
-            why,
-        )
+    What a failure leaves without a graph is noted as missing.
+    """
+    try:
+        if runner.context.peers is not None:
+            runner.context.peers.same_plan(runner.phase, runner.config, plan.keys)
+        if runner.config.capture == "startup":
+            _capture_startup(runner, plan.keys)
+    except BaseException as error:
+        why = (Reason.CAPTURE_FAILED, f"the capture was cut short: {type(error).__name__}: {error}")
+        runner.missing |= {key: why for key in plan.keys if key not in runner.entries | runner.missing}
+        raise
 
 
-def _limit(runner: GraphRunner) -> int | None:
-    """Shapes that platform and settings leave room for, if either sets a limit."""
-    limits = []
-    if runner.config.max_graphs is not None and runner.config.capture == "startup":
-        limits.append(runner.config.max_graphs)
-    device_limit = runner.platform.capabilities.max_graphs
-    if device_limit is not None:
-        limits.append((device_limit - runner.context.live_graphs) // runner.backend.graphs_per_shape())
-    return max(min(limits), 0) if limits else None
+def capture_on_use(runner: GraphRunner, key: ShapeKey) -> Entry | None:
+    """Record *key* for a batch that needs it now; where there are too many graphs, the oldest goes."""
+    limit = runner.config.max_graphs
+    while limit is not None and len(runner.entries) >= limit:
+        runner.drop(next(iter(runner.entries)))
+    runner.context.release_memory()
+    with runner.context.together(f"the capture of {key}"):
+        capture_shapes(runner, [key])
+    fitting.warn_if_short(runner, [key])
+    return runner.entries.get(key)
 
 
-def capture_shapes(runner: GraphRunner, keys: list[ShapeKey]) -> None:
-    """Record *keys* in order, inside one session with the plugins' participants."""
+def _capture_startup(runner: GraphRunner, keys: list[ShapeKey]) -> None:
+    """Record *keys*, largest first; where they exceed the budget, again without what saves least.
+
+    A pool gives memory back only with its last graph, so that leaving a graph out means
+    recording the others anew. Where graphs of another phase live in the pool, that would return nothing:
+    there, a graph that exceeds the budget is dropped, and what it added to the pool stays.
+    """
+    kept = keys
+    while kept and capture_shapes(runner, kept, retry=True):
+        measured = {shape.key: shape.bytes or 0 for shape in runner.context.shapes_of(runner.phase)}
+        limit = fitting.budget_of(runner) or 0
+        choice = Budget(
+            [k for k in kept if k not in runner.missing], measured, limit, runner.context.counts_pool
+        ).keep()
+        for key in measured:
+            runner.drop(key)
+        runner.context.renew_unused_pool()
+        for key in kept:
+            if key not in choice and key not in runner.missing:
+                detail = f"within {limit} bytes for this phase, other buckets save more"
+                _miss(runner, key, Reason.MEMORY_BUDGET, detail)
+        kept = choice
+
+
+def capture_shapes(runner: GraphRunner, keys: list[ShapeKey], *, retry: bool = False) -> bool:
+    """Record *keys* in order, inside one session with the plugins' participants.
+
+    Returns whether the budget was exceeded and another choice of shapes can be recorded; only with *retry*.
+    """
     context = runner.context
     with contextlib.ExitStack() as stack:
-        if context.hooks is not None:
-            for participant in context.hooks.capture_participants(
-                context.platform, context.model_runner, runner.phase
-            ):
-                stack.enter_context(Participant(participant, context.platform.name, runner.phase))
-        stack.enter_context(context.forward_hooks.suspended())
-        stack.enter_context(runner.backend.capture_session())
-        _report(runner, "start", len(keys), 0)
+        with context.together(f"the start of {runner.phase} captures"):
+            if context.hooks is not None:
+                for participant in context.hooks.capture_participants(
+                    context.platform, context.model_runner, runner.phase
+                ):
+                    stack.enter_context(Participant(participant, context.platform.name, runner.phase))
+            stack.enter_context(context.forward_hooks.suspended())
+            stack.enter_context(runner.backend.capture_session())
+            _report(runner, "start", len(keys), 0)
         for done, key in enumerate(keys):
-            _capture_key(runner, key, len(keys), done)
+            if _capture_key(runner, key, len(keys), done) and retry and fitting.can_retry(runner):
+                return True
+            if retry:
+                fitting.note_estimate(runner, keys)
         _report(runner, "end", len(keys), len(keys))
+    return False
 
 
-@attrs.frozen
-class Participant:
-    """A plugin's context manager around a capture, which can neither hide nor replace its error."""
-
-    manager: AbstractContextManager[Any]
-    platform: str
-    phase: Phase
-
-    def __enter__(self) -> None:
-        try:
-            self.manager.__enter__()
-        except Exception as error:
-            raise self._error("entered", error) from error
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            hidden = self.manager.__exit__(kind, error, trace)
-        except Exception as failed:
-            if error is None:
-                raise self._error("left", failed) from failed
-            if failed is not error:
-                error.add_note(str(self._error("left", failed)))
-        else:
-            if hidden and error is not None:
-                error.add_note(f"capture participant {self.manager!r} tried to suppress this error")
-
-    def _error(self, what: str, error: Exception) -> PluginError:
-        return PluginError(
-            f"capture participant {self.manager!r} could not be {what}: {type(error).__name__}: {error}",
-            platform=self.platform,
-            phase=self.phase,
-        )
-
-
-def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> None:
-    spent = sum(shape.bytes or 0 for shape in runner.backend.captured.values())
-    budget = runner.config.memory_budget_gb
-    if budget is not None and spent >= budget * 2**30:
-        _miss(runner, key, Reason.MEMORY_BUDGET, f"{spent} bytes spent of {budget} GiB")
-        return
+def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> bool:
+    """Record one shape, or note why not; returns whether it exceeds the budget."""
     if runner.backend.prepares is not None:
         _report(runner, runner.backend.prepares, total, done, key=key)
     try:
         inputs, captured = _capture(runner, key)
     except CaptureError as error:
+        runner.backend.drop(key)  # where only another rank failed
         _handle_failure(runner, key, error, total, done)
-        return
-    if budget is not None and spent + _known_bytes(runner, captured) > budget * 2**30:
+        return False
+    budget = fitting.budget_of(runner)
+    spent = sum(shape.bytes or 0 for shape in runner.context.shapes_of(runner.phase))
+    over = budget is not None and spent + fitting.known_bytes(runner, captured) > budget
+    if over and (runner.config.capture == "lazy" or not fitting.can_retry(runner)):
         runner.backend.drop(key)
-        over = f"{captured.bytes} bytes on top of {spent} exceed {budget} GiB"
-        _miss(runner, key, Reason.MEMORY_BUDGET, over)
-        _report(runner, "skipped", total, done + 1, key=key, detail=over)
-        return
+        why = f"{captured.bytes} bytes on top of {spent} exceed {budget}"
+        _miss(runner, key, Reason.MEMORY_BUDGET, why)
+        _report(runner, "skipped", total, done + 1, key=key, detail=why)
+        return False
     _admit(runner, key, inputs, captured)
-    _report(runner, "captured", total, done + 1, key=key, seconds=captured.seconds)
+    drop_stale(runner, key)
+    if not over:
+        _report(runner, "captured", total, done + 1, key=key, seconds=captured.seconds)
+    return over
 
 
 def _capture(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, CapturedShape]:
+    with runner.context.stage(f"the preparation of {key}"):
+        inputs, batch, installed = _prepare(runner, key)
+    writes = runner.context.arena.writes
+    cost = Cost()
+    with runner.context.stage(f"the capture of {key}", cost):
+        captured = runner.backend.capture_one(
+            key,
+            runner.backend.bind(key, runner.eager_runner.forward, batch),
+            capture_inputs=installed or None,
+            post_warmup_hook=runner.model_runner.post_warmup,
+        )
+        cost.bytes = captured.bytes
+    if runner.context.peers is not None:
+        captured = attrs.evolve(captured, bytes=cost.bytes)
+        runner.backend.captured[key] = captured
+    inputs.volatile = runner.context.arena.writes != writes
+    return inputs, captured
+
+
+def _prepare(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, ForwardBatch, dict[str, torch.Tensor]]:
     try:
         runner.eager_runner.row_axes(key)  # small eager runs; not possible inside a recording
         inputs = runner.bind(key)
@@ -158,26 +160,7 @@ def _capture(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, CapturedS
         runner.model_runner.prepare_capture_batch(batch)
     except Exception as error:
         raise runner.backend._error(CaptureError, "the capture could not be prepared", key, error) from error
-    writes = runner.context.arena.writes
-    captured = runner.backend.capture_one(
-        key,
-        runner.backend.bind(key, runner.eager_runner.forward, batch),
-        capture_inputs=installed_tensors(before, batch) or None,
-        post_warmup_hook=runner.model_runner.post_warmup,
-    )
-    inputs.volatile = runner.context.arena.writes != writes
-    return inputs, captured
-
-
-def _known_bytes(runner: GraphRunner, captured: CapturedShape) -> int:
-    if captured.bytes is None:
-        raise PlatformError(
-            "memory_budget_gb is set, but this platform cannot say what a graph takes",
-            platform=runner.platform.name,
-            phase=runner.phase,
-            hint="Leave memory_budget_gb out, or limit max_graphs",
-        )
-    return captured.bytes
+    return inputs, batch, installed_tensors(before, batch)
 
 
 def _admit(runner: GraphRunner, key: ShapeKey, inputs: BoundInputs, captured: CapturedShape) -> None:
@@ -200,12 +183,15 @@ def _admit(runner: GraphRunner, key: ShapeKey, inputs: BoundInputs, captured: Ca
 
 
 def _handle_failure(runner: GraphRunner, key: ShapeKey, error: CaptureError, total: int, done: int) -> None:
-    if guard.is_out_of_memory(error):
-        _miss(runner, key, Reason.OUT_OF_MEMORY, str(error))
-    elif runner.config.on_failure == "raise":
+    peers = runner.context.peers
+    short = guard.is_out_of_memory(error) if peers is None else peers.failure is Outcome.OUT_OF_MEMORY
+    stopped = peers is not None and peers.failure is Outcome.DONE
+    if stopped or (not short and runner.config.on_failure == "raise"):
         raise error
-    else:
-        _miss(runner, key, Reason.CAPTURE_FAILED, str(error))
+    if peers is not None:
+        runner.eager_runner.forget_outputs(key)  # what one rank knows and another does not would part them
+        peers.handled()
+    _miss(runner, key, Reason.OUT_OF_MEMORY if short else Reason.CAPTURE_FAILED, str(error))
     _report(runner, "skipped", total, done + 1, key=key, detail=str(error))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,7 +14,7 @@ from graphplat.arena import StaticArena
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.inputs import InputSpec
 from graphplat.outputs import GraphSharedOutput, RowAxis
-from graphplat.peers import PeerAgreement
+from graphplat.peers import Cost, PeerAgreement
 from graphplat.report import Reason, ShapeReport, SkipReport
 from graphplat.runners.streams import StreamLease
 
@@ -68,9 +69,13 @@ class RunnerContext:
     peers: PeerAgreement | None = None
     shapes: list[ShapeReport] = attrs.field(factory=list)
     skipped: list[SkipReport] = attrs.field(factory=list)
+    estimates: dict[Phase, int] = attrs.field(factory=dict)
+    """Bytes that the graphs of a phase were expected to take."""
     axes: dict[Any, tuple[dict[str, RowAxis], frozenset[str]]] = attrs.field(factory=dict)
     """Per family: the row axes of its outputs, and the outputs in memory of the runtime's own."""
     backends: list[CaptureBackend] = attrs.field(factory=list)
+    keeps_memory: bool = False
+    """Whether a first run at some size left memory allocated, such as a table made for that size."""
     symmetric_memory: Any = None
     refusals: dict[Phase, tuple[Reason, str] | None] = attrs.field(factory=dict)
     """Per phase: why it gets no graphs, asked for once."""
@@ -113,6 +118,23 @@ class RunnerContext:
     def renew_pool(self) -> None:
         """Capture into a new pool from now on; graphs in the old one keep it alive."""
         self._pool = None
+
+    def together(self, where: str) -> AbstractContextManager[None]:
+        """Run a body on all ranks or, where it fails on one, on none; nothing without peers."""
+        return contextlib.nullcontext() if self.peers is None else self.peers.together(where)
+
+    def stage(self, where: str, cost: Cost | None = None) -> AbstractContextManager[None]:
+        """Run a part of a capture whose failure all ranks learn of; nothing without peers."""
+        return contextlib.nullcontext() if self.peers is None else self.peers.stage(where, cost)
+
+    @property
+    def counts_pool(self) -> bool:
+        """Whether bytes are measured as growth of a pool that graphs share."""
+        return self.platform.capabilities.shared_pool and self.platform.capabilities.memory_counters
+
+    def shapes_of(self, phase: Phase) -> list[ShapeReport]:
+        """What was captured of *phase*, in order."""
+        return [shape for shape in self.shapes if shape.key.phase is phase]
 
     @property
     def live_graphs(self) -> int:
@@ -174,6 +196,11 @@ class RunnerContext:
         """Drop what was noted about *phase*, whose graphs are gone."""
         self.shapes = [shape for shape in self.shapes if shape.key.phase is not phase]
         self.skipped = [skip for skip in self.skipped if skip.phase is not phase]
+        self.estimates.pop(phase, None)
+
+    def forget_shape(self, key: ShapeKey) -> None:
+        """Drop what was noted about the graph of *key*, which is gone."""
+        self.shapes = [shape for shape in self.shapes if shape.key != key]
 
     def skip(self, phase: Phase, reason: Reason, detail: str, key: ShapeKey | None = None) -> None:
         """Note something that was asked for and has no graph."""

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from graphplat import buckets as ladders
-from graphplat.errors import InputError, ReplayError, WeightsMovedError
+from graphplat.errors import WeightsMovedError
 from graphplat.report import Decision, Reason
 
 if TYPE_CHECKING:
@@ -114,25 +116,64 @@ def find(runner: GraphRunner, size: int, family: Family) -> Decision:
 
 
 def decide_with_peers(runner: GraphRunner, batch: ForwardBatch) -> tuple[CheckedBatch, Decision]:
-    """Agree with all ranks; every rank reaches the collective, also with a bad batch."""
+    """Agree with all ranks; every rank reaches the collective, also with a bad batch.
+
+    A rank without work takes the others' size and family, so that it replays the same graph. Ranks that
+    ask for different families run eagerly, all of them. Raises what :meth:`PeerAgreement.step` raises.
+    """
     peers = cast("PeerAgreement", runner.context.peers)
+    where = f"a {runner.phase} step"
     try:
         checked = runner.checker.check(batch)
-    except InputError:
-        peers.agree(0, can_graph=False, error=True)
+        size = runner.size_of(batch)
+        own = _own_part(runner, batch, checked, size)
+        family = own if isinstance(own, tuple) else None
+        moved = None if isinstance(own, Decision) else _moved(runner)
+        if moved is not None and runner.config.weights != "recapture":
+            own = _policy(runner, moved)
+    except BaseException as error:
+        peers.refuse(where, error)
         raise
-    size = runner.size_of(batch)
-    own = decide(runner, batch, checked, size) if size else Decision()
-    agreed = peers.agree(size, can_graph=own.is_graph or size == 0)
-    if agreed.any_error:
-        raise ReplayError("a peer rank refused its batch", phase=runner.phase, hint="See that rank's error")
+    index = None if family is None else list(families(runner)).index(family)
+    can_graph = not isinstance(own, Decision)
+    held = (len(runner.entries) << 20) + len(runner.missing)
+    agreed = peers.step(size, index, held, can_graph=can_graph, moved=moved is not None, where=where)
+    if isinstance(own, Decision):
+        return checked, own
     if not agreed.all_graph:
-        mine = own if own.reason is not None else None
-        return checked, mine or Decision(reason=Reason.PEER_RANK_EAGER)
-    decision = decide(runner, batch, checked, agreed.size) if agreed.size else own
-    if not peers.all_ok(decision.is_graph or not agreed.size):
-        return checked, Decision(reason=decision.reason or Reason.PEER_RANK_EAGER, detail=decision.detail)
-    return checked, decision if agreed.size else Decision(reason=Reason.EMPTY_BATCH)
+        return checked, Decision(reason=Reason.PEER_RANK_EAGER, detail="another rank cannot replay")
+    if not agreed.size:
+        return checked, Decision(reason=Reason.EMPTY_BATCH)
+    if agreed.family is None:
+        return checked, Decision(reason=Reason.PEER_RANK_EAGER, detail="ranks ask for different graphs")
+    if not agreed.same_graphs:
+        detail = "ranks hold different graphs: call recapture() on all of them"
+        return checked, Decision(reason=Reason.PEER_RANK_EAGER, detail=detail)
+    if agreed.any_moved:
+        _recapture(runner)
+    return checked, find(runner, agreed.size, list(families(runner))[agreed.family])
+
+
+def _own_part(
+    runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch, size: int
+) -> Family | Decision | None:
+    """What this rank asks of a common step: a family, nothing where it has no work, or a reason against."""
+    if size == 0 and not runner.released:
+        return None
+    refused = _refuse(runner, batch, checked, size)
+    return _family(runner, batch, checked) if refused is None else refused
+
+
+def zero_rows(runner: GraphRunner, key: ShapeKey, checked: CheckedBatch) -> dict[str, Any]:
+    """The leaves of a batch without rows, as *key*'s graph needs them: absent optional inputs are made."""
+    leaves = {path: leaf for path, leaf in checked.leaves.items() if leaf is not None}
+    for path in key.present:
+        spec = runner.spec.tensors.get(path)
+        if path not in leaves and spec is not None:
+            fill = 0 if spec.fill == "last" else spec.fill
+            shape, device = spec.shape(0, 0), runner.context.arena.device
+            leaves[path] = torch.full(shape, fill, dtype=spec.dtype, device=device)
+    return leaves
 
 
 def check_weights(runner: GraphRunner, decision: Decision) -> Decision:
@@ -140,21 +181,32 @@ def check_weights(runner: GraphRunner, decision: Decision) -> Decision:
 
     Raises :class:`WeightsMovedError`, or what a new capture raises.
     """
-    policy = runner.config.weights
-    moved = None if policy == "off" else runner.watch.moved()
+    moved = _moved(runner)
     if moved is None:
         return decision
-    if policy == "raise":
-        raise WeightsMovedError(
-            "a tensor that graphs read has moved since capture",
-            platform=runner.platform.name,
-            phase=runner.phase,
-            field=moved,
-            hint="Update it in place, or call recapture()",
-        )
-    if policy == "eager":
-        return Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
-    runner.stats.recaptures += 1
-    runner.recapture()
+    if runner.config.weights != "recapture":
+        return _policy(runner, moved)
+    _recapture(runner)
     key = cast("ShapeKey", decision.key)
     return find(runner, key.size, family_of(key))
+
+
+def _moved(runner: GraphRunner) -> str | None:
+    return None if runner.config.weights == "off" else runner.watch.moved()
+
+
+def _policy(runner: GraphRunner, moved: str) -> Decision:
+    if runner.config.weights == "eager":
+        return Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
+    raise WeightsMovedError(
+        "a tensor that graphs read has moved since capture",
+        platform=runner.platform.name,
+        phase=runner.phase,
+        field=moved,
+        hint="Update it in place, or call recapture()",
+    )
+
+
+def _recapture(runner: GraphRunner) -> None:
+    runner.stats.recaptures += 1
+    runner.recapture()

@@ -11,6 +11,7 @@ import torch
 from graphplat import breaks, guard, tree
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.buffers import bind_inputs, layout_bytes
+from graphplat.errors import CaptureError
 from graphplat.keys import ShapeKey
 from graphplat.outputs import RowAxis, infer_row_axes, shared_leaves
 from graphplat.report import Decision, Reason, RunnerStats
@@ -91,7 +92,12 @@ class EagerRunner(BaseRunner):
                 self._run_dummy(key)
             except Exception as error:
                 if not guard.is_out_of_memory(error):
-                    raise
+                    raise CaptureError(
+                        f"the first run of the largest batch failed: {type(error).__name__}: {error}",
+                        platform=self.context.platform.name,
+                        phase=key.phase,
+                        bucket=key.size,
+                    ) from error
                 self.context.skip(key.phase, Reason.OUT_OF_MEMORY, f"warm-up: {error}", key)
 
     def largest_key(self, phase: Phase) -> ShapeKey | None:
@@ -138,9 +144,15 @@ class EagerRunner(BaseRunner):
         """The outputs of *key*'s family that lie in memory of the runtime's own."""
         return self._outputs(key)[1]
 
+    def forget_outputs(self, key: ShapeKey) -> None:
+        """Find the outputs of *key*'s family anew when next needed."""
+        self.context.axes.pop(_family(key), None)
+
     def _outputs(self, key: ShapeKey) -> tuple[dict[str, RowAxis], frozenset[str]]:
-        family = (key.phase, key.variant, key.present, key.host)
+        family = _family(key)
         if family not in self.context.axes:
+            platform, device = self.context.platform, self.context.device
+            before = platform.allocated_bytes(device)
             runs = []
             for requests, size in self._probe_sizes(key):
                 probe = self.make_key(
@@ -148,6 +160,9 @@ class EagerRunner(BaseRunner):
                 )
                 runs.append(((probe.requests, probe.tokens), self._run_dummy(probe)))
             self.context.axes[family] = infer_row_axes(runs), shared_leaves(runs)
+            del runs
+            # More or less than before: a table for each size, or one that follows the latest.
+            self.context.keeps_memory |= platform.allocated_bytes(device) != before
         return self.context.axes[family]
 
     def _probe_sizes(self, key: ShapeKey) -> list[tuple[int, int]]:
@@ -175,6 +190,10 @@ class EagerRunner(BaseRunner):
             output = self.forward(batch)
         context.model_runner.post_warmup()
         return output
+
+
+def _family(key: ShapeKey) -> object:
+    return key.phase, key.variant, key.present, key.host
 
 
 def _first_host(spec: Any) -> tuple[tuple[str, Any], ...]:

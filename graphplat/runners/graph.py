@@ -13,12 +13,14 @@ from graphplat import tree
 from graphplat.backends import make_backend
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.buffers import BoundInputs, bind_inputs
-from graphplat.errors import InputError, ReplayError
+from graphplat.errors import GraphplatError, InputError, ReplayError
 from graphplat.outputs import GraphOutput, copy_output
 from graphplat.report import Decision, Reason, RunnerStats
 from graphplat.runners import deciding
 from graphplat.runners.base import BaseRunner, CheckedBatch
-from graphplat.runners.capturing import CapturePlan, capture_shapes
+from graphplat.runners.capturing import capture_on_use, capture_planned
+from graphplat.runners.fitting import warn_if_short
+from graphplat.runners.planning import CapturePlan
 from graphplat.runners.steps import StepPlan
 from graphplat.weights import WeightWatch
 
@@ -145,6 +147,8 @@ class GraphRunner(BaseRunner):
                 return self._execute_checked(batch)
             try:
                 plan.launch(batch)
+            except GraphplatError:
+                raise
             except Exception as error:
                 raise self.backend.replay_error(plan.entry.key, error) from error
             self._count(plan.decision, plan.size)
@@ -157,7 +161,7 @@ class GraphRunner(BaseRunner):
             decision = deciding.decide(self, batch, checked, self.size_of(batch))
         else:
             checked, decision = deciding.decide_with_peers(self, batch)
-        if decision.key is not None:
+        if decision.key is not None and self.context.peers is None:
             decision = deciding.check_weights(self, decision)
         if decision.key is None:
             return self._run_eagerly(batch, checked, decision)
@@ -187,6 +191,13 @@ class GraphRunner(BaseRunner):
         elif decision.reason is not None:
             stats.eager[decision.reason] += 1
 
+    def drop(self, key: ShapeKey) -> None:
+        """Destroy one graph; its batches run in a larger bucket or eagerly."""
+        self.entries.pop(key, None)
+        self._plans.clear()
+        self.backend.drop(key)
+        self.context.forget_shape(key)
+
     def release(self) -> None:
         """Destroy this runner's graphs; steps run eagerly until :meth:`recapture`."""
         with self.context.arena.lock:
@@ -205,22 +216,14 @@ class GraphRunner(BaseRunner):
         Raises :class:`CaptureError` under ``on_failure="raise"``; graphs captured
         before stay usable.
         """
-        with self.context.arena.lock:
+        with self.context.arena.lock, self.context.together(f"the capture of {self.phase} graphs"):
             self.released = False
             self.watch.remember()
             plan = CapturePlan.make(self)
             self.keys = {(key.size, deciding.family_of(key)): key for key in (*plan.keys, *plan.dropped)}
             self.missing = dict.fromkeys(plan.dropped, (Reason.GRAPH_LIMIT, plan.why))
-            if self.context.peers is not None:
-                self.context.peers.same_plan(plan.keys)
-            if self.config.capture == "startup":
-                try:
-                    capture_shapes(self, plan.keys)
-                except BaseException as error:
-                    cause = f"the capture was cut short: {type(error).__name__}: {error}"
-                    why = (Reason.CAPTURE_FAILED, cause)
-                    self.missing |= {k: why for k in plan.keys if k not in self.entries | self.missing}
-                    raise
+            capture_planned(self, plan)
+        warn_if_short(self, plan.keys)
 
     # Running
 
@@ -231,7 +234,7 @@ class GraphRunner(BaseRunner):
     def _replay(self, key: ShapeKey, batch: ForwardBatch, checked: CheckedBatch) -> Any:
         entry = self.entries.get(key)
         if entry is None:
-            entry = self._capture_on_use(key)
+            entry = capture_on_use(self, key)
             if entry is None:
                 reason, detail = self.missing[key]
                 return self._run_eagerly(batch, checked, Decision(reason=reason, detail=detail))
@@ -245,7 +248,8 @@ class GraphRunner(BaseRunner):
     def _launch(self, entry: Entry, batch: ForwardBatch, checked: CheckedBatch) -> Any:
         key, requests, tokens = entry.key, batch.num_requests, batch.num_tokens
         self.context.arena.enter_stream()
-        entry.inputs.load(checked.leaves, requests, tokens)
+        leaves = checked.leaves if requests else deciding.zero_rows(self, key, checked)
+        entry.inputs.load(leaves, requests, tokens)
         if self.update_paths:
             self.backend.replay_updated(key, self._host_values(key, checked), batch)
         else:
@@ -287,14 +291,3 @@ class GraphRunner(BaseRunner):
     def bind(self, key: ShapeKey) -> BoundInputs:
         """The static inputs of *key*, filled."""
         return bind_inputs(self.spec, key, self.context.arena)
-
-    def _capture_on_use(self, key: ShapeKey) -> Entry | None:
-        limit = self.config.max_graphs
-        while limit is not None and len(self.entries) >= limit:
-            oldest = next(iter(self.entries))
-            del self.entries[oldest]
-            self._plans.clear()
-            self.backend.drop(oldest)
-        self.context.release_memory()
-        capture_shapes(self, [key])
-        return self.entries.get(key)
