@@ -146,7 +146,7 @@ def test_ranks_that_ask_for_different_variants_run_eagerly(both):
 
 
 def test_ranks_that_differ_in_host_values_run_eagerly(both):
-    """Host values choose the graph: different ones, or one that nobody captured, make all ranks run eagerly."""
+    """Host values choose the graph: different ones, or one nobody captured, make all ranks run eagerly."""
     assert paths(both("host_values")) == [2, None, 2, None]
 
 
@@ -158,7 +158,10 @@ def test_an_idle_rank_follows_the_optional_inputs_of_the_others(both):
 
 
 def test_a_bad_batch_on_one_rank_is_an_error_on_all(both):
-    """Guards against vllm#25906: the rank names its field, the others say that a peer refused; the next step is right."""
+    """
+    Guards against vllm#25906: the rank names its field, the others say that a peer refused; the next step is
+    right.
+    """
     answers = both("malformed")
     assert [answer["error"]["type"] for answer in answers] == ["InputError", "ReplayError"]
     assert "'x'" in answers[0]["error"]["text"]
