@@ -44,7 +44,7 @@ class Steps:
     """Measure what needs the compiler."""
     each: bool = False
     """Measure kernels compiled for each size alone, too."""
-    compile_seconds: float = 45.0
+    compile_seconds: float = 30.0
     """What the compiler is expected to need for one size; learnt from the first."""
 
     @property

@@ -17,17 +17,21 @@ FIELDS = {
     "seq_lens": torch.int32,
     "mask": torch.bool,
 }
-_WIDTH = 16
 
 
 class FiveFields(ModelRunner):
-    """Sums five columns of mixed types and multiplies once; *breaks* eager parts do nothing on the way."""
+    """Adds five columns of mixed types; *breaks* eager parts do nothing on the way.
 
-    def __init__(self, device: torch.device, graph_config: GraphConfig, *, breaks: int = 0) -> None:
+    So little work that the host never waits for the device. The model has so many *weights*, whose
+    addresses are watched at each step.
+    """
+
+    def __init__(
+        self, device: torch.device, graph_config: GraphConfig, *, breaks: int = 0, weights: int = 1
+    ) -> None:
         self.device = device
-        self.model = torch.nn.Linear(_WIDTH, _WIDTH, bias=False, device=device).requires_grad_(False)
-        weight = torch.arange(_WIDTH * _WIDTH, dtype=torch.float32).cos().view(_WIDTH, _WIDTH)
-        self.model.weight.data.copy_(weight)  # the same in every instance
+        held = (torch.nn.Parameter(torch.zeros(1, device=device), False) for _ in range(weights))
+        self.model = torch.nn.ParameterList(held)
         self.graph_config = graph_config
         self.breaks = breaks
 
@@ -37,10 +41,11 @@ class FiveFields(ModelRunner):
         return InputSpec(**{name: TensorSpec(("requests",), dtype=dtype) for name, dtype in FIELDS.items()})
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """``(requests, 16)``."""
-        columns = [batch.inputs[name].float() for name in FIELDS]
-        total = torch.stack(columns).sum(0)[:, None].expand(-1, _WIDTH)
-        result: torch.Tensor = self.model(total)
+        """``(requests,)``, whole numbers."""
+        columns = [batch.inputs[name] for name in FIELDS]
+        result: torch.Tensor = columns[0] + columns[1]
+        for column in columns[2:]:
+            result = result + column
         for _ in range(self.breaks):
             _nothing(result)
             result = result + 1

@@ -41,6 +41,7 @@ class Subject:
         if model in SHAPES:
             runtime: Any = ReferenceRunner(model, device=device, dtype=dtype, slots=slots, max_len=max_len)
             cache, vocab, folder = runtime.cache.data, SHAPES[model].vocab, None
+            used = runtime.cache.flat
         else:
             from graphplat.integrations.transformers import CausalLMRunner
             from graphplat.integrations.weights import load_model
@@ -54,9 +55,10 @@ class Subject:
             config = GraphConfig.from_dict({"decode": {"max_size": slots}})
             runtime = CausalLMRunner(loaded.model, max_requests=slots, max_len=max_len, graph_config=config)
             cache, vocab = runtime.store.data, loaded.model.config.vocab_size
+            used = tuple(half for layer in range(cache.shape[0]) for half in runtime.store.flat(layer))
         cache.normal_()
-        # Otherwise the compiler's own graphs refuse a forward that writes to it.
-        torch._dynamo.mark_static_address(cache)
+        for tensor in used:  # otherwise the compiler's own graphs refuse a forward that writes to it
+            torch._dynamo.mark_static_address(tensor)
         return cls(model, runtime, clock, vocab, max_len, slots, folder)
 
     @property

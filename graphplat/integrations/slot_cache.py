@@ -44,6 +44,9 @@ class SlotStore:
         self.max_len = -(-max_len // _ALIGNMENT) * _ALIGNMENT
         shape = (layers, 2, slots + 1, kv_heads, self.max_len, head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
+        # Made once, and all that a step uses: a compiler writes to its very inputs in place, but copies
+        # a whole cache to write to a view that it made itself.
+        self._rows = tuple(tuple(half.flatten(0, 2) for half in layer) for layer in self.data)
         # Made once: a step then reads them instead of launching two more kernels.
         self.columns = torch.arange(self.max_len).to(device)
         self.heads = torch.arange(kv_heads).to(device)
@@ -69,11 +72,13 @@ class SlotStore:
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each ``(slots + 1, kv_heads, max_len, head_dim)``."""
-        return self.data[index, 0], self.data[index, 1]
+        shape = (self.slots + 1, self.heads.shape[0], self.max_len, -1)
+        keys, values = self._rows[index]
+        return keys.view(shape), values.view(shape)
 
     def flat(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same memory as rows of ``head_dim``, as :meth:`rows` counts them."""
-        keys, values = self.data[index].flatten(1, 3)
+        keys, values = self._rows[index]
         return keys, values
 
     def move(self, source: int, target: int, length: int) -> None:

@@ -40,6 +40,9 @@ class SlotCache:
         self.max_len = -(-max_len // _ALIGNMENT) * _ALIGNMENT
         size = (shape.layers, 2, slots + 1, shape.kv_heads, self.max_len, shape.head_dim)
         self.data = torch.zeros(size, dtype=dtype, device=device)
+        # Made once, and all that a step uses: a compiler writes to its very inputs in place, but copies
+        # a whole cache to write to a view that it made itself.
+        self.flat = tuple(layer.view(-1, shape.head_dim) for layer in self.data)
         # Made once, so that a step reads them instead of launching kernels.
         self.columns = torch.arange(self.max_len).to(device)
         halves = torch.arange(2)[:, None] * (slots + 1) * shape.kv_heads + torch.arange(shape.kv_heads)
@@ -57,11 +60,12 @@ class SlotCache:
 
     def write(self, layer: int, rows: torch.Tensor, pairs: torch.Tensor) -> None:
         """Put keys and values, ``(tokens, 2 * kv_heads, head_dim)``, at *rows* of *layer*."""
-        self.data[layer].view(-1, pairs.shape[-1]).index_put_((rows,), pairs)
+        self.flat[layer].index_put_((rows,), pairs)
 
     def keys_and_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Each ``(slots + 1, kv_heads, max_len, head_dim)``."""
-        return self.data[layer, 0], self.data[layer, 1]
+        halves = self.flat[layer].view(2, self.slots + 1, self.kv_heads, self.max_len, -1)
+        return halves[0], halves[1]
 
 
 class Scratch:
@@ -182,8 +186,7 @@ def attend_packed(
     """
     pairs = qkv[:, heads:]
     if history is not None:
-        flat = cache.data[layer].view(-1, qkv.shape[-1])
-        pairs = torch.cat((flat[history], pairs))
+        pairs = torch.cat((cache.flat[layer][history], pairs))
     key, value = pairs.transpose(0, 1).chunk(2)
     return _grouped(qkv[:, :heads], key, value, mask).flatten(1)
 
