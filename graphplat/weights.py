@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,9 +13,25 @@ import torch
 if TYPE_CHECKING:
     from graphplat.model_runner import ModelRunner
 
-_pointer: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+Address = int | tuple[Any, ...]
+_plain: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _END = object()
 _MARK = (_END,)
+
+
+def _address(tensor: torch.Tensor) -> Address:
+    """Where *tensor* lies; of one that wraps others, as quantized weights do, where each of those lies."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return tuple(_address(getattr(tensor, name)) for name in names)
+    return tensor.data_ptr()
+
+
+def _numbers(address: Address) -> Iterator[int]:
+    if isinstance(address, int):
+        yield address
+    else:
+        yield from itertools.chain.from_iterable(map(_numbers, address))
 
 
 @attrs.define(eq=False)
@@ -31,9 +47,10 @@ class WeightWatch:
     _model: torch.nn.Module | None = None
     _views: list[Any] = attrs.field(factory=list)
     _held: list[Any] = attrs.field(factory=list)
-    _pointers: list[int] = attrs.field(factory=list)
+    _pointers: list[Address] = attrs.field(factory=list)
+    _locate: Callable[[torch.Tensor], Address] = _plain
     _live: list[torch.Tensor] = attrs.field(factory=list)
-    _described: dict[str, tuple[int, torch.Size, torch.dtype]] = attrs.field(factory=dict)
+    _described: dict[str, tuple[Address, torch.Size, torch.dtype]] = attrs.field(factory=dict)
     _has_extras: bool = False
 
     def remember(self) -> None:
@@ -48,7 +65,10 @@ class WeightWatch:
         # The end mark shows an entry that was added or taken away behind all others.
         self._held = [*itertools.chain.from_iterable(self._views), _END]
         self._live = [held for held in self._held if isinstance(held, torch.Tensor)]
-        self._pointers = list(map(_pointer, self._live))
+        usual = all(type(held).data_ptr is torch.Tensor.data_ptr for held in self._live)
+        wrapped = any(hasattr(type(held), "__tensor_flatten__") for held in self._live)
+        self._locate = _plain if usual and not wrapped else _address
+        self._pointers = list(map(self._locate, self._live))
         self._described = self._describe_extras()
         self._has_extras = bool(self._described)
 
@@ -58,19 +78,37 @@ class WeightWatch:
         if (
             self.model_runner.model is self._model
             and all(map(operator.is_, now, self._held))
-            and list(map(_pointer, self._live)) == self._pointers
+            and list(map(self._locate, self._live)) == self._pointers
             and (not self._has_extras or self._describe_extras() == self._described)
         ):
             return None
         return self._name_moved()
 
+    def settle(self) -> str | None:
+        """As :meth:`moved`, but tensors that only came in addition are taken as known."""
+        moved = self.moved()
+        if moved is None or self._any_lost():
+            return moved
+        self.remember()
+        return None
+
+    def _any_lost(self) -> bool:
+        """Whether a remembered tensor is no longer there, or lies elsewhere."""
+        model, extras = self.model_runner.model, self._describe_extras()
+        there = {id(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
+        known = zip(self._live, self._pointers, strict=True)
+        return any(id(tensor) not in there or _address(tensor) != where for tensor, where in known) or any(
+            extras.get(name) != described for name, described in self._described.items()
+        )
+
     def pointers(self) -> set[int]:
         """The addresses of all watched tensors."""
-        return set(self._pointers) | {pointer for pointer, _, _ in self._described.values()}
+        found = [*self._pointers, *(address for address, _, _ in self._described.values())]
+        return set(itertools.chain.from_iterable(map(_numbers, found)))
 
-    def _describe_extras(self) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
+    def _describe_extras(self) -> dict[str, tuple[Address, torch.Size, torch.dtype]]:
         extras = self.model_runner.extra_tensors()
-        return {name: (t.data_ptr(), t.shape, t.dtype) for name, t in extras.items()}
+        return {name: (_address(t), t.shape, t.dtype) for name, t in extras.items()}
 
     def _name_moved(self) -> str:
         known = {id(tensor): pointer for tensor, pointer in zip(self._live, self._pointers, strict=True)}
@@ -79,7 +117,7 @@ class WeightWatch:
             return "the model"
         named = itertools.chain(model.named_parameters(), model.named_buffers())
         for name, tensor in named:
-            if known.get(id(tensor)) != tensor.data_ptr():
+            if known.get(id(tensor)) != _address(tensor):
                 return name
         for name, described in self._describe_extras().items():
             if self._described.get(name) != described:

@@ -97,18 +97,20 @@ class CaptureBackend(ReplayBackend):
         runs after each warm-up. Raises :class:`CaptureError`, chained, with the device
         state as before.
         """
-        before = self.platform.reserved_bytes(self.device)
         warmups, warm_seconds = 0, 0.0
-        if self.warmup == "each" or not self._warmed:
-            warm_seconds += self._warm_up(shape_key, forward_fn, post_warmup_hook)
+        # A try without one would part ranks that need it from ranks that do not.
+        if self.warmup == "each" or not self._warmed or self.context.peers is not None:
+            with self.context.stage(f"the warm-up of {shape_key}"):
+                warm_seconds += self._warm_up(shape_key, forward_fn, post_warmup_hook)
             warmups += 1
-        started = time.perf_counter()
+        # Read after the warm-up, whose memory stays with the allocator and not with the graph.
+        started, before = time.perf_counter(), self.platform.reserved_bytes(self.device)
         result, note = self._try_cold(shape_key, forward_fn) if not warmups else (None, "")
         if result is None:
             if not warmups:
                 warm_seconds += self._warm_up(shape_key, forward_fn, post_warmup_hook)
                 warmups += 1
-                started = time.perf_counter()
+                started, before = time.perf_counter(), self.platform.reserved_bytes(self.device)
             result = self._record_or_clean(shape_key, forward_fn)
         recording, output = result
         after = self.platform.reserved_bytes(self.device)
@@ -146,10 +148,11 @@ class CaptureBackend(ReplayBackend):
 
         A first run at this size may initialise something: it fails, it compiles, or it
         leaves a tensor behind whose memory belongs to the graph. Each is seen from
-        outside; then the recording is thrown away and the size is warmed up first.
+        outside; then the recording is thrown away and the size is warmed up first. Forwards
+        that kept something at other sizes are not tried.
         """
         allocated = self.platform.allocated_bytes(self.device)
-        if allocated is None:
+        if allocated is None or self.context.keeps_memory:
             return None, ""
         frames = guard.compiled_frames()
         try:
@@ -160,6 +163,7 @@ class CaptureBackend(ReplayBackend):
             return None, f"warmed up, since a cold capture failed: {error.__cause__ or error}"
         left = (self.platform.allocated_bytes(self.device) or 0) - allocated
         left -= self._kept_bytes(recording, output)
+        self._run_once(key, recording)
         if guard.compiled_frames() != frames:
             reason = "the forward compiled something"
         elif left > 0:
@@ -168,6 +172,22 @@ class CaptureBackend(ReplayBackend):
             return (recording, output), ""
         self._reset(recording)
         return None, f"warmed up, since {reason}"
+
+    def _run_once(self, key: ShapeKey, recording: Any) -> None:
+        """Run a cold recording, as a warm-up would have: what the forward made and kept gets its values."""
+        graphs = self._graphs(recording)
+        if self.platform.capabilities.executes_in_capture or not graphs:
+            return
+        try:
+            # Where there are several, all but the last one were run as they were recorded.
+            if self.updatable:
+                self.platform.update_graph(graphs[-1], self.context.host_fills(key))
+            self.platform.replay(graphs[-1])
+            if self.updatable:
+                self.fence()
+        except Exception as error:
+            self._reset(recording)
+            raise self._error(CaptureError, "the captured forward could not be run", key, error) from error
 
     def _warm_up(
         self, key: ShapeKey, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None

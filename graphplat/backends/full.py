@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,11 @@ class FullBackend(CaptureBackend):
 def abandon(context: RunnerContext, graph: Any, error: BaseException) -> None:
     """Clean up after a failed capture; a clean-up error is attached to *error*, never lost."""
     try:
-        if not context.platform.abort_capture(graph, pool=context.pool, stream=context.stream):
+        with warnings.catch_warnings():
+            # True of a capture that failed before its first operator, and no news beside the failure.
+            warnings.filterwarnings("ignore", message="(?i).*graph is empty")
+            sound = context.platform.abort_capture(graph, pool=context.pool, stream=context.stream)
+        if not sound:
             context.renew_pool()
     except Exception as cleanup:  # noqa: BLE001 - whatever fails here must not hide the first error
         what = f"{type(cleanup).__name__}: {cleanup}"
