@@ -62,23 +62,27 @@ def test_no_garbage_is_collected_inside_a_capture(rig, rows, eager_collector):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", ["never", "in a bucket", "for the caller"])
 def test_the_collector_is_afterwards_as_it_was(rig, enabled, fails, eager_collector):
     """
-    Guards against pytorch/pytorch#161037: whether the collector was on or off, and whether the capture ended
-    well, it is so again; it is off in between.
+    Guards against pytorch/pytorch#161037: whether the collector was on or off, and however the capture
+    ended, it is so again; it is off in between.
     """
     during = []
 
     def forward(batch):
         if rig.platform.is_capturing():
             during.append(gc.isenabled())
-            if fails:
+            if fails != "never":
                 raise ZeroDivisionError
         return rig.cut(batch.inputs["x"] * 2)
 
     (gc.enable if enabled else gc.disable)()
-    rig.start(forward, on_failure="eager")
+    if fails == "for the caller":
+        with pytest.raises(CaptureError):
+            rig.start(forward)
+    else:
+        rig.start(forward, on_failure="eager")
     assert gc.isenabled() is enabled
     assert set(during) == {False}
 
@@ -93,6 +97,9 @@ def test_nested_windows_restore_what_the_outer_one_found():
         with pytest.raises(ZeroDivisionError), garbage_collection_held():
             raise ZeroDivisionError
         assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), garbage_collection_held():
+        raise ZeroDivisionError
     assert gc.isenabled()
 
 

@@ -387,3 +387,25 @@ def test_any_layout_gives_the_eager_result(rig, rows, layout, host):
             found = runner.execute(rig.batch(n, x=x.cpu() if host else x))
             assert torch.equal(found, x * 3)
     assert runner.stats.replayed == 6
+
+
+def test_tensors_of_a_former_stage_are_read_anew(rig, rows):
+    """
+    Guards against vllm-project/vllm#13353: two chained runners, the second fed with new tensors in a new dict
+    at every step, give what eager gives over changing sizes; the first one's results are cut before they
+    are handed on.
+    """
+    first = rig.start(
+        lambda batch: {"hidden": rig.cut(batch.inputs["x"] * 2), "residual": batch.inputs["x"] + 1}
+    )
+    stage = {"hidden": rig.tensor(3, fill=4), "residual": rig.tensor(3, fill=9)}
+    second = rig.start(
+        lambda batch: rig.cut(batch.inputs["stage"]["hidden"]) - batch.inputs["stage"]["residual"],
+        InputSpec(stage=stage),
+    )
+    for n in (3, 8, 1, 3, 2):
+        x = rows(n)
+        handed = first.execute(rig.batch(n, x=x))
+        assert handed["hidden"].shape == (n, 3)
+        assert torch.equal(second.execute(rig.batch(n, stage=dict(handed))), x * 2 - (x + 1))
+    assert (first.stats.replayed, second.stats.replayed) == (5, 5)
