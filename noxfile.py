@@ -26,7 +26,7 @@ SIMULATED = {"npu": "npu", "musa": "musa", "xpu": "simxpu", "acme": "acme"}
 """The simulated device that stands in for each; torch keeps the name ``xpu`` for itself."""
 KIT = ("-p", "graphplat.testing.plugin")
 """The conformance kit, as a vendor loads it."""
-BY_DEVICE = ("tests/devices", "tests/conformance")
+BY_DEVICE = ("tests/devices", "tests/conformance", "tests/cases")
 """Tests that run once for each device, in a process of its own."""
 ELSEWHERE = (
     "--deselect=tests/devices/test_processes.py::test_platforms_work_on_the_simulated_device",

@@ -2,7 +2,7 @@
 
 Every docstring names the public reports that its test would have caught. Without more, the tests run on the
 cpu, and with ``-m cuda`` on a GPU. Where ``GRAPHPLAT_SIMULATED`` names a device they run on that one, through
-its vendor's platform; ``test_devices.py`` starts such processes. By hand::
+its vendor's platform, as ``nox -s tests`` does for each. By hand::
 
     GRAPHPLAT_SIMULATED=npu pytest tests/cases -p graphplat.testing.plugin
 """
@@ -54,7 +54,7 @@ if NAME:
         SITE = tempfile.TemporaryDirectory()
         sys.path.insert(0, str(expose(PROJECTS[NAME], Path(SITE.name))))
     registry.reset_registry()
-    collect_ignore = ["test_devices.py", "test_distributed.py"]
+    collect_ignore = ["test_distributed.py"]
 
 
 @pytest.fixture(params=[NAME or "cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
