@@ -19,6 +19,7 @@ from graphplat import (
     InputSpec,
     PhaseConfig,
     PlatformError,
+    Reason,
     TensorSpec,
     break_graph,
     capture_cuda_graphs,
@@ -759,6 +760,41 @@ def test_a_platform_without_the_ability_is_refused_before_anything_is_allocated(
     assert failure.value.platform == "cpu"
     assert eager.context.arena.nbytes == 0
     assert eager.context.live_graphs == 0
+
+
+class TenGraphs(CpuPlatform):
+    """Holds ten device graphs."""
+
+    capabilities = msgspec.structs.replace(CpuPlatform.capabilities, max_graphs=10)
+
+
+@on_cpu
+def test_the_graph_limit_counts_segments(runtime, decode, rows):
+    """
+    vllm-ascend#1168: where a shape takes three graphs, ten serve three shapes: the largest,
+    and both ends of the rest; the others run in a larger bucket, and the report says why.
+    """
+
+    @eager_on_graph
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    toy = runtime(
+        lambda batch: middle(middle(batch.inputs["x"] + 1) + 1) + 1,
+        decode=breakable(buckets=tuple(range(1, 9))),
+    )
+    eager = EagerRunner(TenGraphs(), toy)
+    runner = capture_decode_graph(model_runner=toy, eager_runner=eager).runner
+    assert runner is not None
+    assert runner.buckets == (1, 7, 8)
+    assert eager.context.live_graphs == 9
+    assert {skip.key.size for skip in eager.context.skipped if skip.reason is Reason.GRAPH_LIMIT} == set(
+        range(2, 7)
+    )
+    for count in (1, 3, 8):
+        x = rows(count)
+        assert torch.equal(runner.execute(decode(count, x=x)), ((x + 1) * 2 + 1) * 2 + 1)
+    assert runner.stats.replays == {1: 1, 7: 1, 8: 1}
 
 
 # Side streams

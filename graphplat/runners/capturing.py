@@ -15,6 +15,7 @@ from graphplat.peers import Cost, Outcome
 from graphplat.report import Reason, ShapeReport
 from graphplat.runners import fitting
 from graphplat.runners.participants import Participant
+from graphplat.runners.planning import split_remaining
 from graphplat.runners.stale import drop_stale
 
 if TYPE_CHECKING:
@@ -96,13 +97,25 @@ def capture_shapes(runner: GraphRunner, keys: list[ShapeKey], *, retry: bool = F
             stack.enter_context(context.forward_hooks.suspended())
             stack.enter_context(runner.backend.capture_session())
             _report(runner, "start", len(keys), 0)
-        for done, key in enumerate(keys):
-            if _capture_key(runner, key, len(keys), done) and retry and fitting.can_retry(runner):
+        pending = list(keys)
+        while pending:
+            done = len(keys) - len(pending)
+            exceeded = _capture_key(runner, pending.pop(0), len(keys), done)
+            if exceeded and retry and fitting.can_retry(runner):
                 return True
             if retry:
                 fitting.note_estimate(runner, keys)
+                pending = _within_limit(runner, pending)
         _report(runner, "end", len(keys), len(keys))
     return False
+
+
+def _within_limit(runner: GraphRunner, pending: list[ShapeKey]) -> list[ShapeKey]:
+    """*pending* without the shapes for which the device has too few graphs left."""
+    kept, dropped, limit = split_remaining(runner, pending)
+    for key in dropped:
+        _miss(runner, key, Reason.GRAPH_LIMIT, f"{limit} more shapes fit, each of several graphs")
+    return kept
 
 
 def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> bool:

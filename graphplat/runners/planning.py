@@ -51,6 +51,23 @@ class CapturePlan:
         )
 
 
+def split_remaining(
+    runner: GraphRunner, keys: list[ShapeKey]
+) -> tuple[list[ShapeKey], list[ShapeKey], int | None]:
+    """*keys* still to record, those that must be left out after all, and the limit that says so.
+
+    How many device graphs a shape takes is known only once the largest was recorded in
+    segments. Both ends of the remaining sizes are kept.
+    """
+    limit = _limit(runner)
+    if limit is None or len(keys) <= limit:
+        return keys, [], limit
+    sizes = sorted({key.size for key in keys})
+    families = -(-len(keys) // len(sizes))
+    kept = set(ladders.thin(sizes, limit // families))
+    return [key for key in keys if key.size in kept], [key for key in keys if key.size not in kept], limit
+
+
 def _limit(runner: GraphRunner) -> int | None:
     """Shapes that platform and settings leave room for, if either sets a limit."""
     limits = []
