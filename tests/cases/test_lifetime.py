@@ -272,6 +272,26 @@ def test_a_host_batch_may_die_or_change_at_once(rig, rows, contiguous):
     assert runner.stats.replayed == 30
 
 
+def test_staged_batches_wait_for_a_device_that_lags(sim, rig):
+    """
+    Guards against microsoft/onnxruntime#32121: on a device that queues all work, the host memory of a step is
+    not written again before the device has read it, however many steps follow.
+    """
+    runner = rig.start(lambda batch: rig.cut(batch.inputs["x"] * 2) + 1)
+    sim.set_deferred(True)
+    try:
+        found, wanted = [], []
+        for step in range(40):
+            x = torch.full((3, 3), float(step))  # made on the host: a copy from the device would wait for it
+            wanted.append(x * 2 + 1)
+            found.append(runner.execute(rig.batch(3, x=x)))
+            x.fill_(-1e9)
+        for one, two in zip(found, wanted, strict=True):
+            assert torch.equal(one.cpu(), two)
+    finally:
+        sim.set_deferred(False)
+
+
 class Tables:
     """A forward that keeps a table it makes on first use: one, one a size, or that of the last size."""
 
