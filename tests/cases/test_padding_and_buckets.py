@@ -94,6 +94,31 @@ def test_rows_beyond_the_batch_hold_their_fill(rig, host, writes):
     assert runner.stats.ran_eagerly == 0
 
 
+@pytest.mark.parametrize(
+    "host", [(), ("x",), ("index", "x", "mask", "small")], ids=["device", "mixed", "host"]
+)
+def test_rows_beyond_the_batch_hold_their_fill_at_sizes_seen_before(rig, host):
+    """
+    Guards against sgl-project/sglang#10892: sizes that come again take a shorter way, and batches in host
+    memory travel packed; rows beyond the batch are reset there too, at once and after any other size.
+    """
+    wanted = {"index": 1, "x": 0.5, "mask": True, "small": -7}
+    every = fields(rig)
+    spec = InputSpec(**{name: every.fields[name] for name in wanted})
+    table = torch.arange(TABLE, device=rig.device)
+    runner = rig.start(
+        lambda batch: rig.cut(batch.inputs["x"] + table[batch.inputs["index"]][:, None]), spec, buckets=(8,)
+    )
+    for rows in (8, 5, 8, 5, 3, 8, 3, 5, 7, 5, 8, 8, 3):
+        given = {name: values(rig, rows, 1, huge=rows == 8)[name] for name in wanted}
+        expected = given["x"] + table[given["index"]][:, None]
+        given |= {name: given[name].cpu() for name in host}
+        assert torch.equal(runner.execute(rig.batch(rows, **given)), expected)
+        for path, buffer in rig.buffers(runner, 8).items():
+            assert torch.all(buffer[rows:] == wanted[path]), (path, rows)
+    assert runner.stats.ran_eagerly == 0
+
+
 def test_an_index_from_an_earlier_batch_is_never_used_again(rig):
     """
     Guards against sgl-project/sglang#6309, #8296, #8336 and #9888: a gather whose indices were in range when
@@ -279,6 +304,9 @@ def test_requests_and_tokens_are_padded_and_cut_apart(runtime, device, rows, per
         assert torch.equal(found["tokens"], y.view(-1, 3))
         assert torch.equal(found["requests"], y.sum(1))
         assert torch.equal(found["ends"], starts[1:])
+        for key, entry in runner.entries.items():
+            if key == runner.stats.last.key:  # empty requests at the end of the last real one
+                assert torch.all(entry.inputs.views()["starts"][n:] == n * per)
     assert runner.stats.replayed == 5
     runner.release()
 
