@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,7 @@ from graphplat.errors import CaptureError
 if TYPE_CHECKING:
     from graphplat.keys import ShapeKey
     from graphplat.model_runner import ModelRunner
+    from graphplat.platform import Platform
 
 RowAxis = tuple[int, Literal["requests", "tokens"]]
 
@@ -142,6 +144,25 @@ class GraphSharedOutput:
 
         return tree.map_leaves(move, output)
 
+    @staticmethod
+    def leave(output: Any, axes: Mapping[str, RowAxis], persistent: Callable[[str, Any], bool]) -> Any:
+        """*output* with each row leaf in memory of its own, where the capture allocated it.
+
+        For platforms with ``memory_aliases``: there :meth:`GraphOutput.lend` lets later captures
+        use the same memory, so no buffer is needed and nothing is copied. Called inside a capture.
+        """
+        taken: set[int] = set()
+
+        def keep(path: str, leaf: Any) -> Any:
+            if path not in axes or not isinstance(leaf, torch.Tensor):
+                return leaf
+            if not _owns_memory(leaf) or leaf.data_ptr() in taken or persistent(path, leaf):
+                leaf = leaf.clone(memory_format=torch.contiguous_format)
+            taken.add(leaf.data_ptr())
+            return leaf
+
+        return tree.map_leaves(keep, output)
+
     def release(self) -> None:
         """Let go of the buffers; graphs that still live keep theirs."""
         self._stores.clear()
@@ -156,6 +177,13 @@ def _owns_memory(leaf: torch.Tensor) -> bool:
 
 
 @attrs.define(eq=False)
+class Loan:
+    """What keeps the memory behind lent views from being returned to the device."""
+
+    recording: Any
+
+
+@attrs.define(eq=False)
 class GraphOutput:
     """What one graph leaves behind after a replay, cut to the real rows on request."""
 
@@ -163,6 +191,30 @@ class GraphOutput:
     axes: Mapping[str, RowAxis]
     key: ShapeKey
     _views: dict[tuple[int, int], Any] = attrs.field(factory=dict)
+    _loan: weakref.ref[Loan] | None = None
+
+    def lend(self, platform: Platform, recording: Any) -> None:
+        """Keep the row leaves' addresses and give their memory back to the pool of *recording*.
+
+        Captures of the same pool may then put their own outputs there: graphs replay one at a
+        time, and a result is copied, or used up, before the next step. *recording* lives as
+        long as anyone holds a view.
+        """
+        loan = Loan(recording)
+
+        def alias(path: str, leaf: Any) -> Any:
+            if path not in self.axes or not isinstance(leaf, torch.Tensor) or not leaf.numel():
+                return leaf
+            return platform.alias(leaf, loan)
+
+        self.value = tree.map_leaves(alias, self.value)
+        self._loan = weakref.ref(loan)
+
+    def let_go(self) -> bool:
+        """Drop every tensor held here; returns whether a caller still holds a view that was lent."""
+        self.value = None
+        self._views.clear()
+        return self._loan is not None and self._loan() is not None
 
     def head(self, requests: int, tokens: int) -> Any:
         """Views on the first *requests* and *tokens* rows, nested structures included."""

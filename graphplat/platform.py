@@ -54,6 +54,8 @@ class PlatformCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """A device-wide synchronize is safe around captures; otherwise streams are synchronized."""
     pinned_memory: bool = False
     """Copies from pinned host memory run asynchronously."""
+    memory_aliases: bool = False
+    """``alias`` gives tensors on memory that they do not keep allocated."""
     symmetric_memory: bool = False
     """A symmetric memory pool can be preallocated."""
 
@@ -173,6 +175,14 @@ class Platform:
         raise PlatformError(
             "symmetric memory is not available", platform=self.name, hint="Set enable_symm_mem=False"
         )
+
+    def alias(self, tensor: torch.Tensor, owner: object) -> torch.Tensor:
+        """A tensor on the memory of contiguous *tensor* that keeps *owner* alive, and not that memory.
+
+        Lets the graphs of one pool leave their outputs in the same place. Needs the
+        capability ``memory_aliases``; called outside captures.
+        """
+        raise PlatformError("memory cannot be aliased", platform=self.name)
 
     # Graphs
 

@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from graphplat import guard
-from graphplat.backends.replaying import CapturedShape, Place, ReplayBackend
+from graphplat.backends.replaying import CapturedShape, Place, ReplayBackend, discard, reset_all
 from graphplat.errors import CaptureError
 
 __all__ = ["CaptureBackend", "CapturedShape", "Place"]
@@ -129,11 +129,16 @@ class CaptureBackend(ReplayBackend):
         return captured
 
     def cleanup(self) -> None:
-        """Destroy every graph; the backend can capture again."""
-        for key in list(self.captured):
-            self.drop(key)
+        """Destroy every graph, also where one cannot be; the backend can capture again.
+
+        Raises the first error met, when all is done.
+        """
         self._warmed = False
         self._fence = None
+        shapes = self.captured.values()
+        recordings = [shape.recording for shape in shapes if not shape.output.let_go()]
+        self.captured.clear()
+        reset_all(graph for recording in recordings for graph in self._graphs(recording))
 
     # What a backend defines
 
@@ -185,8 +190,10 @@ class CaptureBackend(ReplayBackend):
             self.platform.replay(graphs[-1])
             if self.updatable:
                 self.fence()
-        except Exception as error:
-            self._reset(recording)
+        except BaseException as error:
+            discard(graphs, error)
+            if not isinstance(error, Exception):
+                raise
             raise self._error(CaptureError, "the captured forward could not be run", key, error) from error
 
     def _warm_up(
@@ -203,11 +210,14 @@ class CaptureBackend(ReplayBackend):
         return time.perf_counter() - started
 
     def _record_or_clean(self, key: ShapeKey, forward_fn: Callable[[], Any]) -> tuple[Any, GraphOutput]:
-        self.context.renew_unused_pool()
         try:
-            return self._record(key, forward_fn)
+            self.context.renew_unused_pool()
+            recording, output = self._record(key, forward_fn)
+            if self.platform.capabilities.memory_aliases:
+                output.lend(self.platform, recording)
         except Exception as error:
             raise self._error(CaptureError, "the forward could not be captured", key, error) from error
+        return recording, output
 
     def _segments(self, recording: Any) -> int:
         return len(self._graphs(recording))

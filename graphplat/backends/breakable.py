@@ -14,6 +14,7 @@ from graphplat import breaks
 from graphplat.backends.base import CaptureBackend, CapturedShape
 from graphplat.backends.bridge import Bridges, EagerPart
 from graphplat.backends.full import abandon
+from graphplat.backends.replaying import discard
 from graphplat.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -81,8 +82,10 @@ class BreakableBackend(CaptureBackend):
 
     def cleanup(self) -> None:
         """Destroy every graph and the memory shared between breaks."""
-        super().cleanup()
-        self.bridges.release()
+        try:
+            super().cleanup()
+        finally:
+            self.bridges.release()
 
 
 @attrs.define(eq=False)
@@ -182,8 +185,7 @@ class Recorder:
                 error.add_note(f"joining side streams failed too: {type(cleanup).__name__}: {cleanup}")
             abandon(backend.context, self._open, error)
             self._open = None
-        for graph in self.segments.graphs:
-            graph.reset()
+        discard(self.segments.graphs, error)
         self.segments = Segments()
         self._failure = None  # its traceback would keep the forward's tensors
 

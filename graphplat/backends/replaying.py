@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -153,9 +153,9 @@ class ReplayBackend(abc.ABC):
         return self._graphs(self.captured[shape_key].recording)
 
     def drop(self, shape_key: ShapeKey) -> None:
-        """Destroy one graph and what it kept alive."""
+        """Destroy one graph and what it kept alive; with its last view where a caller still holds one."""
         captured = self.captured.pop(shape_key, None)
-        if captured is not None:
+        if captured is not None and not captured.output.let_go():
             self._reset(captured.recording)
 
     @property
@@ -190,5 +190,27 @@ class ReplayBackend(abc.ABC):
         )
 
     def _reset(self, recording: Any) -> None:
-        for graph in self._graphs(recording):
+        reset_all(self._graphs(recording))
+
+
+def reset_all(graphs: Iterable[Any]) -> None:
+    """Destroy *graphs*, each of them also where another cannot be; raises the first error met at the end."""
+    first: Exception | None = None
+    for graph in graphs:
+        try:
             graph.reset()
+        except Exception as error:  # noqa: BLE001 - raised below
+            if first is None:
+                first = error
+            else:
+                first.add_note(f"another graph could not be destroyed: {type(error).__name__}: {error}")
+    if first is not None:
+        raise first
+
+
+def discard(graphs: Iterable[Any], error: BaseException) -> None:
+    """Destroy *graphs* because of *error*; what fails here is attached to it."""
+    try:
+        reset_all(graphs)
+    except Exception as cleanup:  # noqa: BLE001 - the first error is the one to report
+        error.add_note(f"destroying graphs failed too: {type(cleanup).__name__}: {cleanup}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from graphplat import guard
 from graphplat.arena import StaticArena
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.inputs import InputSpec
@@ -151,13 +152,18 @@ class RunnerContext:
             self._stream = None
 
     def renew_unused_pool(self) -> None:
-        """Take a new pool if no graph is in this one: devices forget a pool with its last graph."""
+        """Take a new pool if no graph is in this one: devices forget a pool with its last graph.
+
+        Its memory goes back to the device, since no other pool could use it.
+        """
         if self.live_graphs:
             return
         self.shared_output.release()
         if self._pool is not None:
-            self.platform.release_pool(self._pool)
-            self._pool = None
+            pool, self._pool = self._pool, None
+            self.platform.release_pool(pool)
+            with guard.CAPTURE_LOCK:  # not while another thread captures
+                self.platform.empty_cache()
 
     def spec(self, phase: Phase) -> InputSpec:
         """The input spec of *phase*, asked for once."""

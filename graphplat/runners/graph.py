@@ -201,14 +201,16 @@ class GraphRunner(BaseRunner):
     def release(self) -> None:
         """Destroy this runner's graphs; steps run eagerly until :meth:`recapture`."""
         with self.context.arena.lock:
-            self.backend.cleanup()
             self.entries.clear()
             self.missing.clear()
             self.keys.clear()
             self._plans.clear()
             self.released = True
             self.context.forget(self.phase)
-            self.context.release_memory()
+            try:
+                self.backend.cleanup()
+            finally:
+                self.context.release_memory()
 
     def capture(self) -> None:
         """Record a graph for every planned shape, largest first.
@@ -276,17 +278,16 @@ class GraphRunner(BaseRunner):
     # Capturing
 
     def place(self, key: ShapeKey, output: Any) -> GraphOutput:
-        """Move a captured output's rows into the shared buffers."""
+        """Put a captured output's rows where all graphs of the pool put theirs."""
         axes = self.eager_runner.row_axes(key)
         shared, addresses = self.eager_runner.shared_leaves(key), self.watch.pointers()
-        moved = self.context.shared_output.place(
-            output,
-            axes,
-            lambda path, leaf: (
-                path in shared or leaf.data_ptr() in addresses or self.context.arena.contains(leaf)
-            ),
-        )
-        return GraphOutput(moved, axes, key)
+
+        def persistent(path: str, leaf: torch.Tensor) -> bool:
+            return path in shared or leaf.data_ptr() in addresses or self.context.arena.contains(leaf)
+
+        stores = self.context.shared_output
+        place = stores.leave if self.platform.capabilities.memory_aliases else stores.place
+        return GraphOutput(place(output, axes, persistent), axes, key)
 
     def bind(self, key: ShapeKey) -> BoundInputs:
         """The static inputs of *key*, filled."""

@@ -38,6 +38,7 @@ class CudaPlatform(StreamGraphPlatform):
         collectives_in_capture=True,
         generators_in_capture=True,
         pinned_memory=True,
+        memory_aliases=True,
         symmetric_memory=True,
     )
 
@@ -51,6 +52,12 @@ class CudaPlatform(StreamGraphPlatform):
             raise RuntimeError(f"torch {torch.__version__} is built without CUDA or ROCm")
         if torch.cuda.device_count() == 0:
             raise RuntimeError("no CUDA device is visible")
+
+    def alias(self, tensor: torch.Tensor, owner: object) -> torch.Tensor:
+        """Through ``__cuda_array_interface__``: torch keeps the object that has it, and owns nothing."""
+        with torch.inference_mode(False):
+            raw = torch.as_tensor(_Memory(tensor.data_ptr(), tensor.nbytes, owner))
+            return raw.view(tensor.dtype).view(tensor.shape)
 
     def preallocate_symmetric_memory(
         self, *, device: torch.device, stream: Any, group: Any, nbytes: int
@@ -90,6 +97,20 @@ class CudaPlatform(StreamGraphPlatform):
         torch.zeros(1, device=stream.device)
         healing.capture_end()
         healing.reset()
+
+
+class _Memory:
+    """Device memory at an address, for torch to wrap."""
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 @hookimpl
