@@ -46,6 +46,8 @@ class StaticArena:
     """Address of the first byte held."""
     stop: int = 0
     _bytes: torch.Tensor | None = None
+    _outgrown: list[torch.Tensor] = attrs.field(factory=list)
+    """Smaller bytes that layouts made before still use."""
     _last_stream: Any = None
     _stream_key: Any = None
 
@@ -62,6 +64,8 @@ class StaticArena:
     def reserve(self, nbytes: int) -> None:
         """Hold at least *nbytes*. Layouts already handed out keep their old memory."""
         if nbytes > self.nbytes:
+            if self._bytes is not None:
+                self._outgrown.append(self._bytes)
             # Static buffers are written both inside and outside inference mode.
             with torch.inference_mode(False):
                 self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
@@ -94,4 +98,5 @@ class StaticArena:
         """Whether *tensor* lies in this arena."""
         if self._bytes is None or tensor.device != self._bytes.device:
             return False
-        return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage().data_ptr()
+        return any(storage == held.untyped_storage().data_ptr() for held in (self._bytes, *self._outgrown))

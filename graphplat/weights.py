@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from graphplat.model_runner import ModelRunner
 
 Address = int | tuple[Any, ...]
+Described = tuple[Address, torch.Size, tuple[int, ...], torch.dtype]
 _plain: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_TURNS = 8
+_FEW = 64
 _END = object()
 _MARK = (_END,)
 
@@ -25,6 +28,10 @@ def _address(tensor: torch.Tensor) -> Address:
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return tuple(_address(getattr(tensor, name)) for name in names)
     return tensor.data_ptr()
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return tensor.shape, tensor.stride()
 
 
 def _numbers(address: Address) -> Iterator[int]:
@@ -41,6 +48,10 @@ class WeightWatch:
     In-place updates keep both and need nothing. A replaced submodule, a rebound parameter, a
     swapped ``.data`` or a replaced extra changes one of them. Comparing runs in C over live
     views of the modules' dictionaries, so that a step can afford it.
+
+    Where there are more than 64 tensors, one that got other sizes or strides at its old address
+    (``w.data = w.data.t()``) is found within eight steps: comparing those of every tensor at
+    every step would cost three times as much.
     """
 
     model_runner: ModelRunner
@@ -50,18 +61,26 @@ class WeightWatch:
     _pointers: list[Address] = attrs.field(factory=list)
     _locate: Callable[[torch.Tensor], Address] = _plain
     _live: list[torch.Tensor] = attrs.field(factory=list)
-    _described: dict[str, tuple[Address, torch.Size, torch.dtype]] = attrs.field(factory=dict)
+    _described: dict[str, Described] = attrs.field(factory=dict)
     _has_extras: bool = False
+    _empty: list[dict[str, Any]] = attrs.field(factory=list)
+    """Dictionaries that held nothing, so that what is added to one is seen."""
+    _layouts: list[tuple[torch.Size, tuple[int, ...]]] = attrs.field(factory=list)
+    _turn: int = 0
+    _turns: int = 1
+    _reshaped: bool = False
+    """A layout was found changed; kept until :meth:`remember`, since only some are looked at each time."""
 
     def remember(self) -> None:
         """Take the present state as what the graphs have baked in."""
         self._model = self.model_runner.model
-        self._views = [
-            holder.values()
+        holders = [
+            holder
             for module in self._model.modules()
             for holder in (module._parameters, module._buffers, module._modules)
-            if holder
         ]
+        self._views = [holder.values() for holder in holders if holder]
+        self._empty = [holder for holder in holders if not holder]
         # The end mark shows an entry that was added or taken away behind all others.
         self._held = [*itertools.chain.from_iterable(self._views), _END]
         self._live = [held for held in self._held if isinstance(held, torch.Tensor)]
@@ -69,6 +88,9 @@ class WeightWatch:
         wrapped = any(hasattr(type(held), "__tensor_flatten__") for held in self._live)
         self._locate = _plain if usual and not wrapped else _address
         self._pointers = list(map(self._locate, self._live))
+        self._layouts = [] if wrapped else list(map(_layout, self._live))
+        self._turns = _TURNS if len(self._live) > _FEW else 1
+        self._reshaped = False
         self._described = self._describe_extras()
         self._has_extras = bool(self._described)
 
@@ -79,10 +101,21 @@ class WeightWatch:
             self.model_runner.model is self._model
             and all(map(operator.is_, now, self._held))
             and list(map(self._locate, self._live)) == self._pointers
+            and not any(self._empty)
+            and self._same_layouts()
             and (not self._has_extras or self._describe_extras() == self._described)
         ):
             return None
         return self._name_moved()
+
+    def _same_layouts(self) -> bool:
+        """Compare sizes and strides: of all tensors, or of every eighth and of others at each call."""
+        if self._reshaped or not self._layouts:
+            return not self._reshaped
+        self._turn = turn = (self._turn + 1) % self._turns
+        layouts = self._layouts[turn :: self._turns]
+        self._reshaped = list(map(_layout, self._live[turn :: self._turns])) != layouts
+        return not self._reshaped
 
     def settle(self) -> str | None:
         """As :meth:`moved`, but tensors that only came in addition are taken as known."""
@@ -103,12 +136,12 @@ class WeightWatch:
 
     def pointers(self) -> set[int]:
         """The addresses of all watched tensors."""
-        found = [*self._pointers, *(address for address, _, _ in self._described.values())]
+        found = [*self._pointers, *(address for address, *_ in self._described.values())]
         return set(itertools.chain.from_iterable(map(_numbers, found)))
 
-    def _describe_extras(self) -> dict[str, tuple[Address, torch.Size, torch.dtype]]:
+    def _describe_extras(self) -> dict[str, Described]:
         extras = self.model_runner.extra_tensors()
-        return {name: (_address(t), t.shape, t.dtype) for name, t in extras.items()}
+        return {name: (_address(t), t.shape, t.stride(), t.dtype) for name, t in extras.items()}
 
     def _name_moved(self) -> str:
         known = {id(tensor): pointer for tensor, pointer in zip(self._live, self._pointers, strict=True)}
@@ -118,6 +151,10 @@ class WeightWatch:
         named = itertools.chain(model.named_parameters(), model.named_buffers())
         for name, tensor in named:
             if known.get(id(tensor)) != _address(tensor):
+                return name
+        layouts = {id(tensor): layout for tensor, layout in zip(self._live, self._layouts, strict=False)}
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if layouts.get(id(tensor), _layout(tensor)) != _layout(tensor):
                 return name
         for name, described in self._describe_extras().items():
             if self._described.get(name) != described:

@@ -46,3 +46,14 @@ def test_device_batches_of_mixed_types_arrive_as_they_are(runtime, decode, devic
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
         found = runner.execute(decode(3, **inputs))
         assert all(torch.equal(found[name], tensor) for name, tensor in inputs.items())
+
+
+def test_a_negated_host_tensor_arrives_as_its_values(runtime, decode, device) -> None:
+    """A tensor whose bytes are not its values, as an imaginary part of a conjugate, is not copied raw."""
+    spec = InputSpec(x=TensorSpec(("requests",), dtype=torch.float32))
+    made = runtime(lambda batch: batch.inputs["x"] * 2, spec, decode=PhaseConfig(buckets=(4,)))
+    runner = capture_cuda_graphs(model_runner=made).decode_runner
+    for _ in range(3):
+        x = torch.randn(3, dtype=torch.complex64).conj().imag
+        assert x.is_neg()
+        assert torch.equal(runner.execute(decode(3, x=x)).cpu(), x * 2)

@@ -218,3 +218,61 @@ def test_the_check_can_be_switched_off(runtime: Any, decode: Any, rows: Any, dev
     rebind_parameter(engine)
     x = rows(3)
     torch.testing.assert_close(engine.runner.execute(decode(3, x=x)), x * 2 + 1)
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["recapture", "first use"])
+def test_a_batch_in_the_runners_own_buffers_survives_a_capture(
+    runtime: Any, decode: Any, rows: Any, lazy: bool
+) -> None:
+    """A step that captures first does not lose what the runtime wrote into the static buffers."""
+    linear = torch.nn.Linear(3, 3).to(rows(1).device)
+    config = PhaseConfig(buckets=(4,), capture="lazy", variants=("a",)) if lazy else PhaseConfig(buckets=(4,))
+    model = runtime(lambda batch: linear(batch.inputs["x"]), decode=config, model=linear)
+    runner = capture_cuda_graphs(model_runner=model).decode_runner
+    runner.execute(decode(3, x=rows(3)))
+    buffers = runner.buffers(3)
+    x = rows(3)
+    if not lazy:
+        linear.weight = torch.nn.Parameter(linear.weight.detach() * 2)
+    buffers["x"].copy_(x)
+    result = runner.execute(decode(3, variant="a" if lazy else None, **buffers))
+    with torch.no_grad():
+        torch.testing.assert_close(result, linear(x))
+    assert runner.stats.replayed == 2
+
+
+@pytest.mark.parametrize(("others", "steps"), [(0, 1), (80, 8)], ids=["few", "many"])
+def test_other_strides_at_the_old_address_are_found(
+    runtime: Any, decode: Any, rows: Any, others: int, steps: int
+) -> None:
+    """
+    vllm-ascend#7473: a weight transposed in place keeps its address, and is noticed all the same;
+    at once, or within eight steps where there are many tensors.
+    """
+    linear = torch.nn.Linear(3, 3, bias=False).to(rows(1).device)
+    model = torch.nn.ModuleList([linear, *(torch.nn.Linear(1, 1, bias=False) for _ in range(others))])
+    toy = runtime(lambda batch: linear(batch.inputs["x"]), decode=PhaseConfig(buckets=(4,)), model=model)
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    x = rows(4)
+    runner.execute(decode(4, x=x))
+    linear.weight.data = linear.weight.data.t()
+    for _ in range(steps):
+        result = runner.execute(decode(4, x=x))
+    with torch.no_grad():
+        torch.testing.assert_close(result, linear(x))
+    assert runner.stats.recaptures == 1
+
+
+def test_what_is_added_to_a_module_that_held_nothing_is_found(runtime: Any, decode: Any, rows: Any) -> None:
+    """A buffer registered on a module without any, as adapters do, is seen at the next step."""
+    module = torch.nn.Module().to(rows(1).device)
+    model = runtime(
+        lambda batch: batch.inputs["x"] * getattr(module, "scale", 1),
+        decode=PhaseConfig(buckets=(4,)),
+        model=module,
+    )
+    runner = capture_cuda_graphs(model_runner=model).decode_runner
+    x = rows(4)
+    assert torch.equal(runner.execute(decode(4, x=x)), x)
+    module.register_buffer("scale", torch.full((1,), 5.0, device=x.device))
+    assert torch.equal(runner.execute(decode(4, x=x)), x * 5)

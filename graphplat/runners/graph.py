@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -159,13 +160,33 @@ class GraphRunner(BaseRunner):
         if self.context.peers is None:
             checked = self.checker.check(batch)
             decision = deciding.decide(self, batch, checked, self.size_of(batch))
+            if decision.key is not None and self._will_capture(decision.key):
+                batch = self._out_of_buffers(batch)
+                checked = self.checker.check(batch)
         else:
+            batch = self._out_of_buffers(batch)  # a peer may make all ranks capture
             checked, decision = deciding.decide_with_peers(self, batch)
         if decision.key is not None and self.context.peers is None:
             decision = deciding.check_weights(self, decision)
         if decision.key is None:
             return self._run_eagerly(batch, checked, decision)
         return self._replay(decision.key, batch, checked)
+
+    def _will_capture(self, key: ShapeKey) -> bool:
+        """Whether a step in *key* begins with a capture, which fills the static buffers."""
+        return key not in self.entries or (self.config.weights == "recapture" and bool(self.watch.moved()))
+
+    def _out_of_buffers(self, batch: ForwardBatch) -> ForwardBatch:
+        """*batch* with copies of what a runtime wrote into the static buffers."""
+        arena = self.context.arena
+
+        def take(_: str, leaf: Any) -> Any:
+            inside = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and arena.contains(leaf)
+            return leaf.clone() if inside else leaf
+
+        taken = copy.copy(batch)
+        taken.inputs = tree.map_leaves(take, batch.inputs)
+        return taken
 
     def _plan_step(self, entry: Entry, decision: Decision, batch: ForwardBatch) -> None:
         """Remember the short way for batches of exactly this size."""

@@ -37,7 +37,8 @@ class StepPlan:
     size: int
     inputs: BoundInputs
     output: Any
-    fields: tuple[tuple[str, torch.Tensor, torch.Size, torch.dtype, int], ...]
+    fields: tuple[tuple[str, torch.Tensor, torch.Size, torch.dtype, int, bool], ...]
+    """Path, target, shape, type, index, and whether such tensors may hold values that their bytes are not."""
     unit: torch.dtype | None
     units: tuple[torch.Tensor, ...]
     """The targets as tensors of one integer type, so that mixed types share a launch."""
@@ -60,7 +61,8 @@ class StepPlan:
             return None
         heads = bound.head(requests, tokens)
         fields = tuple(
-            (path, view, view.shape, view.dtype, index) for index, (path, view) in enumerate(heads.items())
+            (path, view, view.shape, view.dtype, index, view.is_floating_point() or view.is_complex())
+            for index, (path, view) in enumerate(heads.items())
         )
         unit, units = _units(list(heads.values()))
         device = bound.arena.device
@@ -110,7 +112,7 @@ class StepPlan:
         addresses: list[int] = []
         hosts = 0
         arena = self.inputs.arena
-        for path, view, shape, dtype, index in self.fields:
+        for path, view, shape, dtype, index, tagged in self.fields:
             value = inputs.get(path)
             if value is view:
                 continue
@@ -119,6 +121,7 @@ class StepPlan:
                 or value.dtype is not dtype
                 or value.shape != shape
                 or value.requires_grad
+                or (tagged and (value.is_neg() or value.is_conj()))
             ):
                 return None
             if value.is_cpu:
