@@ -170,20 +170,31 @@ def test_a_workspace_of_the_warm_up_stream_is_found(rig, rows):
     assert platform.current_stream(device) == before
 
 
-def test_capture_follows_and_precedes_the_callers_work(sim, dev_stream, rig):
+@pytest.mark.parametrize("drained", ["the capture stream", "the caller's"])
+def test_capture_follows_and_precedes_the_callers_work(sim, dev_stream, rig, drained):
     """
     Guards against vllm-project/vllm#53818: the capture stream waits for what the caller's stream holds, and
-    the caller's stream waits for it, on a device that does nothing until it must.
+    the caller's stream waits for it, so that on a device that queues all work either one can be waited for.
     """
-    scale = torch.ones(3, device=rig.device)
+    platform, device = rig.platform, torch.zeros(1, device=rig.device).device
+    scale = torch.ones(3, device=device)
+    made = {}
+
+    def forward(batch):
+        stream = str(platform.current_stream(device))
+        if not platform.is_capturing() and stream not in made:
+            made[stream] = scale * 1
+        return rig.cut(batch.inputs["x"] * 2)
+
     with dev_stream:
-        for value in (2.0, 3.0):
-            scale.fill_(value)
-        runtime = rig.runtime(lambda batch: rig.cut(batch.inputs["x"] * scale))
-        runtime.extra_tensors = lambda: {"scale": scale}
-        runner = rig.runner(runtime)
-        x = torch.ones(3, 3, device=rig.device)
-        assert torch.equal(runner.execute(rig.batch(3, x=x)).cpu(), torch.full((3, 3), 3.0))
+        caller = platform.current_stream(device)
+        scale.fill_(3.0)
+        runner = rig.start(forward, buckets=(4,), warmup="each")
+        waited = caller if drained == "the caller's" else runner.context.stream
+        waited.synchronize()
+    warm = made[str(runner.context.stream)]
+    assert str(runner.context.stream) != str(caller)
+    assert torch.equal(warm.cpu(), torch.full((3,), 3.0))  # read on a third stream, which waits for neither
 
 
 @pytest.fixture
@@ -296,7 +307,7 @@ def test_a_queued_step_is_not_overwritten_by_the_next_stream(sim, rig):
             with module.stream(streams[step % 2]):
                 x = torch.full((3, 3), float(step), device=rig.device)
                 kept.append(runner.execute(rig.batch(3, x=x)))
-        module.synchronize()
+        streams[1].synchronize()  # the last step's; all others must be done before it
         for step, found in enumerate(kept):
             assert torch.all(found.cpu() == step * 2 + 1)
     finally:
