@@ -34,6 +34,7 @@ class BreakOptions:
     capture_stub: Callable[..., Any] | None = None
     rows: Literal["tokens", "requests"] | None = None
     copy_inputs: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
 
 
 class SegmentRecorder(Protocol):
@@ -96,6 +97,7 @@ def eager_on_graph(
     capture_stub: Callable[..., Any] | None = None,
     rows: Literal["tokens", "requests"] | None = None,
     copy_inputs: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
 ) -> Callable[[Callable[P, R]], EagerOnGraph[P, R]]: ...
 
 
@@ -106,28 +108,32 @@ def eager_on_graph(
     capture_stub: Callable[..., Any] | None = None,
     rows: Literal["tokens", "requests"] | None = None,
     copy_inputs: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
 ) -> Any:
     """Mark a function or method that a breakable graph must not contain.
 
     At every replay it is called again with the same arguments, whose memory the graph
     owns; live state is read with :func:`live_batch`, not from arguments. Each tensor that it
     returns is copied to where the next segment reads, unless it is one of the arguments
-    itself, written in place. A result with fewer rows than captured leaves zeros behind; other
+    itself, written in place; a view of one is copied, so that what the forward later writes
+    there does not reach the argument. A result with fewer rows than captured leaves zeros behind; other
     shapes or types raise :class:`ReplayError`. Host values in a result stay as captured.
 
     *capture_stub* stands in for the body during capture. *rows* says that axis 0 of every
     result, also of one written in place, counts tokens or requests: only real rows are kept
-    and the rest is zero. *copy_inputs* names arguments that the body only reads: the
-    segment copies them into memory that all breaks share, instead of each owning its own.
+    and the rest is zero. *writes* names the arguments of which the same is true though they
+    are not returned, such as the ``out`` of an attention. *copy_inputs* names arguments that
+    the body only reads: the segment copies them into memory that all breaks share, instead
+    of each owning its own.
 
     The result has ``run_eager``, the body itself. Raises :class:`ContractError` if
-    *copy_inputs* names no argument of the body.
+    *copy_inputs* or *writes* name no argument of the body, or both the same; and at capture
+    :class:`CaptureError` where *rows* has nothing to act on: no tensor returned, no *writes*.
     """
-    options = BreakOptions(capture_stub, rows, tuple(copy_inputs))
+    options = BreakOptions(capture_stub, rows, tuple(copy_inputs), tuple(writes))
 
     def decorate(body: Callable[P, R]) -> EagerOnGraph[P, R]:
-        _check_names(body, copy_inputs)
-
+        _check_names(body, options)
         marked = EagerOnGraph(body, options)
         functools.update_wrapper(marked, body)
         return marked
@@ -135,12 +141,19 @@ def eager_on_graph(
     return decorate if function is None else decorate(function)
 
 
-def _check_names(body: Callable[..., Any], copy_inputs: tuple[str, ...]) -> None:
-    unknown = sorted(set(copy_inputs) - set(inspect.signature(body).parameters)) if copy_inputs else []
-    if unknown:
+def _check_names(body: Callable[..., Any], options: BreakOptions) -> None:
+    for option in ("copy_inputs", "writes"):
+        names = getattr(options, option)
+        unknown = sorted(set(names) - set(inspect.signature(body).parameters)) if names else []
+        if unknown:
+            raise ContractError(
+                f"{option} names {', '.join(unknown)}, no argument of {body.__qualname__}",
+                hint="Name parameters of the function",
+            )
+    if both := sorted(set(options.copy_inputs) & set(options.writes)):
         raise ContractError(
-            f"copy_inputs names {', '.join(unknown)}, no argument of {body.__qualname__}",
-            hint="Name parameters of the function",
+            f"copy_inputs and writes of {body.__qualname__} both name {', '.join(both)}",
+            hint="What is written into a copy reaches nobody; take it out of copy_inputs",
         )
 
 

@@ -44,8 +44,8 @@ def graphed(
     Results carry no gradient. A tensor that *function* closes over is read at its address
     of now; give a module, whose parameters and buffers are watched, where they may move.
 
-    Raises :class:`InputError` for an example without a tensor of rows, and what
-    :func:`capture_cuda_graphs` raises.
+    Raises :class:`InputError` for an example without a tensor of rows or whose tensors
+    differ in rows, and what :func:`capture_cuda_graphs` raises.
     """
     runner = FunctionRunner(function, example, dims, fill or {})
     runner.graph_config = GraphConfig(
@@ -78,6 +78,7 @@ class FunctionRunner(ModelRunner):
         self.rows_path = next((p for p, s in self._spec.tensors.items() if s.row_dim == "requests"), None)
         if self.rows_path is None:
             raise InputError('no tensor of the example has the dimension "requests"', hint="Set dims")
+        _check_rows({p: t.shape for p, t in tensors.items() if self._spec.tensors[p].row_dim == "requests"})
 
     def input_spec(self, phase: Phase) -> InputSpec:
         """The arguments, as the example declared them."""
@@ -146,6 +147,16 @@ def _declare(
     if given is None:
         given = ("requests", *leaf.shape[1:]) if leaf.dim() else ()
     return TensorSpec(cast("Any", tuple(given)), dtype=leaf.dtype, fill=fill.get(path, fill.get(name, 0)))
+
+
+def _check_rows(shapes: Mapping[str, torch.Size]) -> None:
+    """Raise unless the tensors said to have rows, with their *shapes* in the example, have equally many."""
+    if len({shape[:1] for shape in shapes.values()}) > 1:
+        found = ", ".join(f"{path} {tuple(shape)}" for path, shape in shapes.items())
+        raise InputError(
+            f"the tensors of the example differ in rows: {found}",
+            hint='Name those without rows in dims, such as dims={"weight": (8, 8)}',
+        )
 
 
 def _rows(arguments: dict[str, Any], path: str) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from graphplat.errors import GraphplatError
+
 CAPTURE_LOCK = threading.RLock()
 """Held during a capture: device runtimes allow one capture at a time in a process."""
 
@@ -56,12 +58,15 @@ def user_frame(error: BaseException) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether *error* or anything it was raised from is a device's out-of-memory error."""
+    """Whether *error* or anything it was raised from is a device's out-of-memory error.
+
+    A foreign error that was only raised while such a one was handled is a fault of its own.
+    """
     seen: BaseException | None = error
     met: list[BaseException] = []
     while seen is not None and seen not in met:
         met.append(seen)
         if isinstance(seen, (torch.OutOfMemoryError, MemoryError)):
             return True
-        seen = seen.__cause__ or seen.__context__
+        seen = seen.__cause__ or (seen.__context__ if isinstance(seen, GraphplatError) else None)
     return False

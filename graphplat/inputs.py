@@ -39,15 +39,11 @@ def _check_dims(_: Any, __: Any, dims: tuple[Any, ...]) -> None:
     for axis, dim in enumerate(dims):
         if isinstance(dim, str):
             if dim not in _ROW_DIMS:
-                raise InputError(
-                    f"unknown dimension {dim!r}", hint=f"Use a number, UpTo or one of {_ROW_DIMS}"
-                )
+                raise InputError(f"unknown dimension {dim!r}", hint=_DIM_HINT)
             if axis:
                 raise InputError(f"dimension {dim!r} must come first, found at axis {axis}")
         elif not isinstance(dim, UpTo) and (type(dim) is not int or dim < 0):
-            raise InputError(
-                f"dimension {dim!r} is not a size", hint=f"Use a number, UpTo or one of {_ROW_DIMS}"
-            )
+            raise InputError(f"dimension {dim!r} is not a size", hint=_DIM_HINT)
 
 
 @attrs.frozen
@@ -163,12 +159,13 @@ class InputSpec:
 
     Keyword arguments are the fields of ``ForwardBatch.inputs``: a
     :class:`TensorSpec`, a :class:`HostSpec`, or a dict, list, tuple, dataclass,
-    attrs object or Struct of them. Raises :class:`InputError` for anything else.
+    attrs object or Struct of them. Raises :class:`InputError` for anything else, and for two
+    inputs of one path, such as ``{"a.b": …}`` beside ``{"a": {"b": …}}``.
     """
 
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
-        leaves = dict(tree.walk(fields))
+        leaves = tree.leaves(fields, "inputs", InputError)
         for path, leaf in leaves.items():
             if not isinstance(leaf, (TensorSpec, HostSpec)):
                 raise InputError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplat import tree
 from graphplat.errors import CaptureError
@@ -27,9 +28,10 @@ def infer_row_axes(runs: Sequence[tuple[tuple[int, int], Any]]) -> dict[str, Row
     Comparing several runs tells a batch axis from a feature axis that happens to
     have a batch's size. Raises :class:`CaptureError` for whatever else differs from run to
     run: the structure, a host value, any other axis. A replay would repeat that of the bucket.
+    Also for two outputs of one path.
     """
     rows = [counts for counts, _ in runs]
-    leaves = [dict(tree.walk(output)) for _, output in runs]
+    leaves = [tree.leaves(output, "outputs", CaptureError) for _, output in runs]
     for other in leaves[1:]:
         if other.keys() != leaves[0].keys():
             raise CaptureError(
@@ -97,6 +99,16 @@ def shared_leaves(runs: Sequence[tuple[tuple[int, int], Any]]) -> frozenset[str]
     return frozenset(path for path, storages in found.items() if len(storages) < len(runs))
 
 
+def storages(output: Any) -> dict[int, StorageWeakRef]:
+    """The storages of *output* by identity, which no other storage gets while the references are held."""
+    references = [
+        StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
+        for _, leaf in tree.walk(output)
+        if isinstance(leaf, torch.Tensor)
+    ]
+    return {reference.cdata: reference for reference in references}
+
+
 @attrs.define(eq=False)
 class GraphSharedOutput:
     """The memory that graphs of one model runner write their row outputs to.
@@ -122,8 +134,8 @@ class GraphSharedOutput:
     def place(self, output: Any, axes: Mapping[str, RowAxis], persistent: Callable[[str, Any], bool]) -> Any:
         """*output* with its row leaves moved into the shared buffers.
 
-        Called inside a capture. *persistent* tells which leaves live outside the graph;
-        those are copied, never adopted.
+        Called inside a capture. *persistent* tells which leaves may live outside the graph, such
+        as a table that the runtime keeps for each size; those are copied, never adopted.
         """
         taken = {store.data_ptr() for store in self._stores.values()}
 

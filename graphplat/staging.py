@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _memmove = ctypes.memmove
 _SLOTS = 8
+_MOST_SPANS = 1024
 _MOST_BYTES = 1 << 20
 """Larger layouts are copied field by field: the packing would cost more than the launches."""
 
@@ -59,6 +60,8 @@ class Staging:
         rows = (requests, tokens)
         spans = slot.spans.get(rows)
         if spans is None:
+            if len(slot.spans) >= _MOST_SPANS:  # bounds the cache where token counts vary widely
+                slot.spans.clear()
             spans = slot.spans[rows] = self._heads(slot, requests, tokens)
         if slot.rows[0] > requests or slot.rows[1] > tokens:
             self._fill(slot)

@@ -15,6 +15,8 @@ from typing import Any
 import attrs
 import msgspec
 
+from graphplat.errors import GraphplatError
+
 Step = tuple[str, Any]
 """One step into a structure: ``("key", k)``, ``("index", i)`` or ``("attr", name)``."""
 
@@ -41,6 +43,20 @@ def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for step, item in inner:
         yield from walk(item, join(path, step))
+
+
+def leaves(value: Any, what: str, error: type[GraphplatError]) -> dict[str, Any]:
+    """The leaves of *value* by path; raises *error* if two of its *what* ("inputs", say) have one path."""
+    found: dict[str, Any] = {}
+    for path, leaf in walk(value):
+        if path in found:
+            raise error(
+                f"two {what} have the path {path!r}",
+                field=path,
+                hint="Name them apart: a dict's keys count as text, and a dot in one as a step",
+            )
+        found[path] = leaf
+    return found
 
 
 def map_leaves(function: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:

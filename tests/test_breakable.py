@@ -300,6 +300,19 @@ def test_a_misspelt_input_to_copy_is_refused_at_once():
             return query
 
 
+def test_misspelt_and_contradictory_writes_are_refused_at_once():
+    """``writes`` names parameters, none of them a copied one, and says so where the function is defined."""
+    with pytest.raises(ContractError, match=r"writes names outt, no argument of .*attend"):
+
+        @eager_on_graph(rows="tokens", writes=("outt",))
+        def attend(query: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    with pytest.raises(ContractError, match=r"copy_inputs and writes of .*attend both name out"):
+
+        @eager_on_graph(rows="tokens", writes=("out",), copy_inputs=("out",))
+        def attend(query: torch.Tensor, out: torch.Tensor) -> None: ...
+
+
 # Live state
 
 
@@ -503,6 +516,81 @@ def test_padded_rows_behind_an_eager_part_are_zero(runtime, decode, rows, body, 
         found = runner.execute(decode(count, x=x))
         assert torch.equal(found["rows"], (x + 1) * 2)
         assert torch.equal(found["total"], ((x + 1) * 2).sum(0))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_behind_an_argument_written_in_place_are_zero(runtime, decode, rows, nested):
+    """
+    A body that returns nothing and names what it writes leaves no row of an earlier batch beyond the
+    real ones, whether the argument is a tensor or holds tensors.
+    """
+
+    @eager_on_graph(rows="requests", writes=("out",))
+    def attend(x: torch.Tensor, out: Any) -> None:
+        live = live_batch().num_requests
+        (out["o"] if nested else out)[:live] = x[:live] * 2
+
+    def forward(batch: Any) -> dict[str, torch.Tensor]:
+        x = batch.inputs["x"] + 0
+        out = torch.empty_like(x)
+        attend(x, out={"o": out} if nested else out)
+        return {"rows": out + 0, "total": out.sum(0)}
+
+    runner = captured(runtime, forward, buckets=(8,))
+    for count in (8, 3, 5, 1):
+        x = rows(count)
+        found = runner.execute(decode(count, x=x))
+        assert torch.equal(found["rows"], x * 2)
+        assert torch.equal(found["total"], (x * 2).sum(0))
+
+
+def test_rows_of_nothing_are_refused_at_capture(runtime):
+    """A body with ``rows`` that neither returns a tensor nor names one it writes fails, with the remedy."""
+
+    @eager_on_graph(rows="requests")
+    def attend(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x)
+
+    def forward(batch: Any) -> torch.Tensor:
+        x = batch.inputs["x"] + 0
+        out = torch.empty_like(x)
+        attend(x, out)
+        return out + 0
+
+    with pytest.raises(CaptureError, match=r"attend returned no tensor.*writes=\('out',\)"):
+        captured(runtime, forward)
+
+
+def test_a_view_of_an_argument_is_a_copy(runtime, decode, rows):
+    """What the forward writes into a returned view of an argument does not reach the argument."""
+
+    @eager_on_graph
+    def flat(x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1)
+
+    def forward(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        held = batch.inputs["x"] + 0
+        view = flat(held)
+        view.mul_(3)
+        return held + 0, view.view_as(held) + 0
+
+    runner = captured(runtime, forward)
+    for count in (4, 2):
+        x = rows(count)
+        held, view = runner.execute(decode(count, x=x))
+        assert torch.equal(held, x)
+        assert torch.equal(view, x * 3)
+
+
+def test_results_of_one_path_are_refused(runtime):
+    """Two results whose paths read alike could not be told apart at replay: the capture fails."""
+
+    @eager_on_graph
+    def two(x: torch.Tensor) -> dict[Any, torch.Tensor]:
+        return {0: x + 1, "0": x + 2}
+
+    with pytest.raises(CaptureError, match="two results have the path '0'"):
+        captured(runtime, lambda batch: two(batch.inputs["x"] * 1)[0] + 0)
 
 
 def test_an_argument_is_left_alone_when_a_part_of_it_is_returned(runtime, decode, rows):

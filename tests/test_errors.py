@@ -423,3 +423,11 @@ def test_out_of_memory_is_known_through_its_chain() -> None:
     ring = RuntimeError("ring")
     ring.__cause__ = ring
     assert not is_out_of_memory(ring)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(ValueError, False), (CaptureError, True)])
+def test_a_fault_met_while_memory_was_short_is_a_fault(kind: type[Exception], expected: bool) -> None:
+    """A model's own error while it handles a shortage is no shortage; one of this library's is."""
+    error = kind("met meanwhile")
+    error.__context__ = MemoryError()
+    assert is_out_of_memory(error) is expected

@@ -114,6 +114,8 @@ def test_bad_calls_and_examples_are_input_errors(device: torch.device, rows: Row
         graphed(lambda x: x, 3)
     with pytest.raises(InputError, match="requests"):
         graphed(lambda x: x, rows(1), dims=(1, 3))
+    with pytest.raises(InputError, match=r"differ in rows: x \(2, 3\), w \(3, 3\).*in dims"):
+        graphed(lambda x, w: x @ w, (rows(2), rows(3)), buckets=(2,))
 
 
 def test_release_lets_calls_run_eagerly(device: torch.device, rows: Rows) -> None:

@@ -44,6 +44,11 @@ F32, I64 = torch.float32, torch.int64
         (lambda: HostSpec(values=([1], [2])), "must be hashable"),
         (lambda: HostSpec(values=(1, True)), "hold equal ones"),
         (lambda: InputSpec(x=3), "found int"),
+        (
+            lambda: InputSpec(**{"a.b": TensorSpec(), "a": {"b": TensorSpec()}}),
+            "two inputs have the path 'a.b'",
+        ),
+        (lambda: InputSpec(x={0: TensorSpec(), "0": TensorSpec()}), "two inputs have the path 'x.0'"),
         (lambda: InputSpec(x=[TensorSpec(optional=True)]), "only top-level inputs can be optional"),
     ],
 )

@@ -75,6 +75,8 @@ def test_the_row_axis_is_the_one_that_follows_the_batch() -> None:
         (lambda n: {"y": None if n > 2 else torch.zeros(n)}, "output y depends"),
         (lambda n: [torch.zeros(n)] * n, "depend on the batch size"),
         (lambda n: {f"k{n}": torch.zeros(n)}, "depend on the batch size"),
+        (lambda n: {0: torch.zeros(n), "0": torch.ones(n)}, "two outputs have the path '0'"),
+        (lambda n: {"a.b": torch.zeros(n), "a": {"b": torch.ones(n)}}, r"two outputs have the path 'a\.b'"),
     ],
 )
 def test_outputs_that_a_replay_would_falsify_are_refused(

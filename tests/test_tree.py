@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from graphplat import tree
+from graphplat import InputError, tree
 
 
 class Pair(NamedTuple):
@@ -80,6 +80,13 @@ def test_paths_read_like_the_python_that_reaches_the_leaf() -> None:
         "meta.b.a": 3,
         "meta.b.b": None,
     }
+
+
+def test_leaves_of_one_path_are_an_error() -> None:
+    """Leaves by path are complete, or the error of the caller's choice is raised."""
+    assert tree.leaves({"a": [1, 2]}, "inputs", InputError) == {"a[0]": 1, "a[1]": 2}
+    with pytest.raises(InputError, match=r"two inputs have the path 'a\[0\]'"):
+        tree.leaves({"a": [1], "a[0]": 2}, "inputs", InputError)
 
 
 def test_steps_lead_back_to_what_lies_there() -> None:

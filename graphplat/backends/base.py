@@ -14,6 +14,7 @@ import torch
 from graphplat import guard
 from graphplat.backends.replaying import CapturedShape, Place, ReplayBackend, discard, reset_all
 from graphplat.errors import CaptureError
+from graphplat.outputs import storages
 
 __all__ = ["CaptureBackend", "CapturedShape", "Place"]
 
@@ -35,6 +36,8 @@ class CaptureBackend(ReplayBackend):
     warmup: str = "auto"
     generators: Sequence[torch.Generator] = ()
     _warmed: bool = False
+    _returned: Mapping[int, object] | None = None
+    """What the warm-up of the shape being recorded returned, by storage; ``None`` without one."""
 
     name: ClassVar[str] = "abstract"
     needs: ClassVar[tuple[str, ...]] = ("graph_capture",)
@@ -97,7 +100,7 @@ class CaptureBackend(ReplayBackend):
         runs after each warm-up. Raises :class:`CaptureError`, chained, with the device
         state as before.
         """
-        warmups, warm_seconds = 0, 0.0
+        warmups, warm_seconds, self._returned = 0, 0.0, None
         # A try without one would part ranks that need it from ranks that do not.
         if self.warmup == "each" or not self._warmed or self.context.peers is not None:
             with self.context.stage(f"the warm-up of {shape_key}"):
@@ -127,6 +130,14 @@ class CaptureBackend(ReplayBackend):
         )
         self.captured[shape_key] = captured
         return captured
+
+    def returned_before(self, leaf: torch.Tensor) -> bool | None:
+        """Whether the warm-up of the shape being recorded returned this very memory.
+
+        Then the runtime keeps it, and no graph may make it its own. ``None`` where the shape is
+        recorded without a warm-up, which cannot tell.
+        """
+        return None if self._returned is None else leaf.untyped_storage()._cdata in self._returned
 
     def cleanup(self) -> None:
         """Destroy every graph, also where one cannot be; the backend can capture again.
@@ -201,7 +212,7 @@ class CaptureBackend(ReplayBackend):
     ) -> float:
         started = time.perf_counter()
         try:
-            forward_fn()
+            self._returned = storages(forward_fn())
             if post_warmup_hook is not None:
                 post_warmup_hook()
         except Exception as error:

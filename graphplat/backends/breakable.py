@@ -58,7 +58,7 @@ class BreakableBackend(CaptureBackend):
             recorder.abandon(error)
             raise
         finally:
-            self.bridges.finish()
+            self.bridges.next_break()
         return recorder.segments, placed
 
     def _launcher(self, captured: CapturedShape) -> Callable[[ForwardBatch | None], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import attrs
 import torch
 
 from graphplat import breaks, tree
-from graphplat.errors import ReplayError
+from graphplat.errors import CaptureError, ReplayError
 
 if TYPE_CHECKING:
     from graphplat.breaks import BreakOptions
@@ -110,11 +111,7 @@ class Bridges:
         return any(store.flat.untyped_storage().data_ptr() == pointer for store in self._inputs)
 
     def next_break(self) -> None:
-        """The eager part has read its inputs; their memory serves the next break."""
-        self._inputs_used = 0
-
-    def finish(self) -> None:
-        """A capture ended, well or not."""
+        """The eager part has read its inputs, or the capture ended; their memory serves the next break."""
         self._inputs_used = 0
 
     def release(self) -> None:
@@ -134,23 +131,27 @@ class EagerPart:
     key: ShapeKey
     _own: dict[str, torch.Tensor] = attrs.field(factory=dict)
     """Where the next segment reads each tensor of the result, by path."""
+    _written: list[torch.Tensor] = attrs.field(factory=list)
+    """The arguments that the function writes rows of."""
 
     @classmethod
     def make(cls, function: Any, args: Any, kwargs: Any, options: BreakOptions, key: ShapeKey) -> EagerPart:
         """Take containers apart now, so that later changes to them do not reach the replay."""
         keep: Callable[[str, Any], Any] = lambda _, leaf: leaf  # noqa: E731
-        return cls(
-            function,
-            tuple(tree.map_leaves(keep, arg) for arg in args),
-            {name: tree.map_leaves(keep, arg) for name, arg in kwargs.items()},
-            options,
-            key,
-        )
+        args = tuple(tree.map_leaves(keep, arg) for arg in args)
+        kwargs = {name: tree.map_leaves(keep, arg) for name, arg in kwargs.items()}
+        part = cls(function, args, kwargs, options, key)
+        if options.rows is not None and options.writes:
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+            written = [given[name] for name in options.writes if name in given]
+            part._written = [leaf for _, leaf in tree.walk(written) if isinstance(leaf, torch.Tensor)]
+        return part
 
     def call_for_capture(self, bridges: Bridges) -> Any:
         """Run once, and settle where each result will lie for the next segment."""
         function = self.options.capture_stub or self.function
         result = function(*self.args, **self.kwargs)
+        self._check_result(tree.leaves(result, "results", CaptureError))
         given = {
             id(leaf)
             for _, leaf in tree.walk((self.args, self.kwargs))
@@ -171,17 +172,34 @@ class EagerPart:
 
         return tree.map_leaves(settle, result)
 
+    def _check_result(self, returned: dict[str, Any]) -> None:
+        tensors = any(isinstance(leaf, torch.Tensor) for leaf in returned.values())
+        if self.options.rows is not None and not self.options.writes and not tensors:
+            raise CaptureError(
+                f"{self._name} returned no tensor: rows={self.options.rows!r} has nothing to keep rows of",
+                hint="Name the arguments that it writes in place: writes=('out',)",
+            )
+
     def run(self) -> None:
         """Call the function again and bring its results to where the next segment reads them."""
         result = self.function(*self.args, **self.kwargs)
-        if not self._own:
-            return
-        if isinstance(result, torch.Tensor):
+        if self._own and isinstance(result, torch.Tensor):
             self._bring("", result)
-            return
-        found = dict(tree.walk(result))
-        for path in self._own:
-            self._bring(path, found.get(path))
+        elif self._own:
+            found = dict(tree.walk(result))
+            for path in self._own:
+                self._bring(path, found.get(path))
+        for written in self._written:
+            if written.dim() and (rows := self._live_rows()) < written.shape[0]:
+                written[rows:].zero_()
+
+    def _live_rows(self) -> int:
+        live = breaks.live_batch()
+        return live.num_tokens if self.options.rows == "tokens" else live.num_requests
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self.function, "__qualname__", self.function))
 
     def _bring(self, path: str, value: Any) -> None:
         own = self._own.get(path)
@@ -189,8 +207,7 @@ class EagerPart:
             raise self._error(f"returned another structure than during capture, at {path or 'its result'!r}")
         rows = own.shape[0] if own.dim() else 0
         if self.options.rows is not None:
-            live = breaks.live_batch()
-            rows = live.num_tokens if self.options.rows == "tokens" else live.num_requests
+            rows = self._live_rows()
         elif value is not own and value.dim():
             rows = value.shape[0]
         if value is not own:
@@ -210,7 +227,7 @@ class EagerPart:
 
     def _error(self, what: str) -> ReplayError:
         return ReplayError(
-            f"{getattr(self.function, '__qualname__', self.function)} {what}",
+            f"{self._name} {what}",
             phase=self.key.phase,
             bucket=self.key.size,
             hint="An eager part may return fewer rows than captured, never other shapes or types",

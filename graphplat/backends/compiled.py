@@ -25,6 +25,7 @@ from graphplat.backends.full import FullBackend
 from graphplat.backends.kernels import CompiledCall, Kernels
 from graphplat.backends.numerics import Difference, tolerance
 from graphplat.errors import CaptureError
+from graphplat.outputs import storages
 
 if TYPE_CHECKING:
     from graphplat.batch import ForwardBatch
@@ -187,7 +188,9 @@ class CompiledBackend(FullBackend):
         self, key: ShapeKey, forward: CompiledForward, probe: ForwardBatch, expected: Mapping[str, Any]
     ) -> None:
         """Note how far compiled results are from *expected*; raises beyond the tolerance."""
-        found = Difference.between(expected, _kept(forward.run(probe)))
+        output = forward.run(probe)
+        self._returned = storages(output)
+        found = Difference.between(expected, _kept(output))
         allowed = self._config(key).tolerance or tolerance(
             [expected, probe.tensors(), dict(self.context.model_runner.model.named_parameters())],
             self.device,

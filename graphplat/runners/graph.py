@@ -302,12 +302,17 @@ class GraphRunner(BaseRunner):
         """Put a captured output's rows where all graphs of the pool put theirs."""
         axes = self.eager_runner.row_axes(key)
         shared, addresses = self.eager_runner.shared_leaves(key), self.watch.pointers()
+        aliases = self.platform.capabilities.memory_aliases
 
         def persistent(path: str, leaf: torch.Tensor) -> bool:
-            return path in shared or leaf.data_ptr() in addresses or self.context.arena.contains(leaf)
+            if path in shared or leaf.data_ptr() in addresses or self.context.arena.contains(leaf):
+                return True
+            returned = self.backend.returned_before(leaf)
+            # What was left in place is never written by another graph, so a doubt costs no copy there.
+            return not aliases if returned is None else returned
 
         stores = self.context.shared_output
-        place = stores.leave if self.platform.capabilities.memory_aliases else stores.place
+        place = stores.leave if aliases else stores.place
         return GraphOutput(place(output, axes, persistent), axes, key)
 
     def bind(self, key: ShapeKey) -> BoundInputs:

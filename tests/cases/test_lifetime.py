@@ -292,6 +292,26 @@ def test_staged_batches_wait_for_a_device_that_lags(sim, rig):
         sim.set_deferred(False)
 
 
+def test_staged_batches_of_many_sizes_keep_a_bounded_record(sim, rig, rows, monkeypatch):
+    """
+    Guards against NVIDIA/warp#1957: however many sizes come from host memory, what is remembered of them is
+    bounded, and steps of sizes seen long ago are right.
+    """
+    from graphplat import staging
+
+    if not rig.platform.capabilities.pinned_memory:
+        pytest.skip("this platform stages nothing")
+    monkeypatch.setattr(staging, "_MOST_SPANS", 2)
+    runner = rig.start(lambda batch: rig.cut(batch.inputs["x"] * 2), buckets=(8,))
+    for step in range(80):
+        n = 1 + (step + step // 8) % 8  # each slot of the ring meets each size
+        x = rows(n).cpu()
+        assert torch.equal(runner.execute(rig.batch(n, x=x)).cpu(), x * 2)
+    (entry,) = runner.entries.values()
+    assert entry.inputs.staging is not None
+    assert {len(slot.spans) for slot in entry.inputs.staging._slots} <= {1, 2}
+
+
 class Tables:
     """A forward that keeps a table it makes on first use: one, one a size, or that of the last size."""
 
@@ -344,6 +364,35 @@ def test_a_table_made_on_first_use_holds_its_values(rig, rows, kind, capture):
         batch = rig.batch(n, x=rows(n))
         assert torch.equal(runner.execute(batch), forward.wanted(batch.inputs["x"]))
     del poison
+
+
+@pytest.mark.parametrize("outputs", ["copy", "view"])
+@pytest.mark.parametrize("capture", ["startup", "lazy"])
+@pytest.mark.parametrize("early", [False, True], ids=["made on first use", "made before"])
+def test_a_table_that_is_returned_is_never_written(rig, rows, early, capture, outputs):
+    """
+    Guards against sgl-project/sglang#23037: a table for each size, kept by the runtime and returned among the
+    results, holds its values whatever sizes are run afterwards, and so do the results.
+    """
+    tables = {}
+
+    def forward(batch):
+        x = batch.inputs["x"]
+        size = x.shape[0]
+        if size not in tables:
+            tables[size] = torch.full((size,), float(size), device=x.device)
+        return {"y": rig.cut(x * 2), "table": tables[size]}
+
+    if early:
+        tables |= {size: torch.full((size,), float(size)).to(rig.device) for size in range(1, 9)}
+    runner = rig.start(forward, capture=capture, outputs=outputs)
+    for n in (2, 8, 4, 2, 1, 8, 3):
+        x, bucket = rows(n), {3: 4}.get(n, n)
+        found = runner.execute(rig.batch(n, x=x))
+        assert torch.equal(found["y"], x * 2)
+        assert torch.equal(found["table"], torch.full((n,), float(bucket)).to(rig.device))
+        assert all((table == size).all() for size, table in tables.items())
+    assert runner.stats.replayed == 7
 
 
 def test_graphs_whose_table_was_replaced_are_not_kept(rig, rows):
