@@ -66,7 +66,7 @@ class Budget:
 
     def saving(self, kept: Sequence[ShapeKey], key: ShapeKey) -> int:
         """Rows that *key* saves beside the others of *kept*, over all sizes."""
-        family = [other.size for other in kept if _family(other) == _family(key) and other != key]
+        family = [other.size for other in kept if other.family == key.family and other != key]
         below = max((size for size in family if size < key.size), default=0)
         above = min((size for size in family if size > key.size), default=2 * self.keys[0].size)
         return (key.size - below) * (above - key.size)
@@ -78,10 +78,6 @@ class Budget:
 
     def _freed(self, kept: list[ShapeKey], key: ShapeKey) -> int:
         return self.bytes(kept) - self.bytes([other for other in kept if other != key])
-
-
-def _family(key: ShapeKey) -> object:
-    return key.variant, key.present, key.host
 
 
 def estimate(keys: Sequence[ShapeKey], measured: Sequence[int], *, pooled: bool) -> int | None:

@@ -10,11 +10,12 @@ import msgspec
 from graphplat import registry
 from graphplat.backends import lacking_capability
 from graphplat.batch import Phase
-from graphplat.errors import PlatformError, PluginError
+from graphplat.errors import ContractError, PlatformError, PluginError
 from graphplat.model_runner import ModelRunner, check_model_runner
 from graphplat.outputs import GraphSharedOutput
-from graphplat.platform import IN_TREE_DEVICE_TYPES
-from graphplat.report import CaptureReport, Reason
+from graphplat.platform import IN_TREE_DEVICE_TYPES, Platform
+from graphplat.report import CaptureReport, Decision, Reason
+from graphplat.runners import deciding
 from graphplat.runners.base import BaseRunner
 from graphplat.runners.context import RunnerContext
 from graphplat.runners.decode import DecodeGraphRunner
@@ -59,12 +60,13 @@ def capture_cuda_graphs(
     which captures its own decode graphs later) decode runs eagerly.
 
     Raises :class:`ContractError` for an incomplete runtime, :class:`PlatformError` when
-    the device has no usable platform, :class:`CaptureError` when a capture fails under
-    ``on_failure="raise"``.
+    the device has no usable platform or not the symmetric memory asked for,
+    :class:`CaptureError` when a capture fails under ``on_failure="raise"``.
     """
     check_model_runner(model_runner)
     started = time.perf_counter()
     resolution = registry.resolve(model_runner.device.type)
+    _check_symmetric_memory(model_runner, resolution.platform)
     hooks = registry.hooks_for(resolution.platform)
     shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
     eager_runner = hooks.create_eager_runner(resolution.platform, model_runner) or EagerRunner(
@@ -82,7 +84,8 @@ def capture_cuda_graphs(
         if capture_decode_cuda_graph:
             decode = capture_decode_graph(model_runner=model_runner, eager_runner=eager_runner)
         else:
-            context.skip(Phase.DECODE, Reason.DRAFT_RUNNER, "the draft runner captures its own decode graphs")
+            why = "the draft runner captures its own decode graphs"
+            _leave_eager(context, Phase.DECODE, Reason.DRAFT_RUNNER, why)
             decode = DecodeGraphCapture(runner=eager_runner, graph_mem_usage=0)
         context.forward_hooks.register()
         _preallocate_symmetric_memory(context)
@@ -107,19 +110,23 @@ def capture_cuda_graphs(
 def capture_prefill_graph(*, model_runner: ModelRunner, eager_runner: EagerRunner) -> BaseRunner:
     """Capture prefill graphs; returns *eager_runner* when prefill is off or no bucket fits.
 
-    Raises as :func:`capture_cuda_graphs`.
+    *eager_runner* is that of *model_runner*. Raises as :func:`capture_cuda_graphs`.
     """
-    context = eager_runner.context
+    context = _context_of(eager_runner, model_runner)
     refusal = _refusal(context, Phase.PREFILL)
     if refusal is not None:
-        context.skip(Phase.PREFILL, *refusal)
+        _leave_eager(context, Phase.PREFILL, *refusal)
         return eager_runner
     runner = None
     if context.hooks is not None:
         runner = context.hooks.create_prefill_runner(context.platform, model_runner, eager_runner)
     runner = runner or PrefillGraphRunner(context.platform, model_runner, eager_runner)
     runner.capture()
+    context.without_graphs.pop(Phase.PREFILL, None)
     if isinstance(runner, GraphRunner) and not runner.has_room():
+        nothing = (Reason.HOST_VALUE, deciding.cannot_update(runner) or "")
+        reason, detail = next(iter(runner.missing.values()), nothing)
+        context.without_graphs[Phase.PREFILL] = Decision(reason=reason, detail=detail)
         return eager_runner
     return runner
 
@@ -128,12 +135,13 @@ def capture_decode_graph(*, model_runner: ModelRunner, eager_runner: EagerRunner
     """Capture decode graphs, or say in the report why there are none.
 
     In-tree device types capture when their platform can. Any other captures only if
-    its platform is out of tree and supports graphs. Raises as :func:`capture_cuda_graphs`.
+    its platform is out of tree and supports graphs. *eager_runner* is that of *model_runner*.
+    Raises as :func:`capture_cuda_graphs`.
     """
-    context = eager_runner.context
+    context = _context_of(eager_runner, model_runner)
     refusal = _refusal(context, Phase.DECODE)
     if refusal is not None:
-        context.skip(Phase.DECODE, *refusal)
+        _leave_eager(context, Phase.DECODE, *refusal)
         return DecodeGraphCapture(runner=None, graph_mem_usage=0)
     before = _used_gib(context)
     runner = None
@@ -141,7 +149,19 @@ def capture_decode_graph(*, model_runner: ModelRunner, eager_runner: EagerRunner
         runner = context.hooks.create_decode_runner(context.platform, model_runner, eager_runner)
     runner = runner or DecodeGraphRunner(context.platform, model_runner, eager_runner)
     runner.capture()
+    context.without_graphs.pop(Phase.DECODE, None)
     return DecodeGraphCapture(runner=runner, graph_mem_usage=_used_gib(context) - before)
+
+
+def _context_of(eager_runner: EagerRunner, model_runner: ModelRunner) -> RunnerContext:
+    context = eager_runner.context
+    if context.model_runner is not model_runner:
+        raise ContractError(
+            "the eager runner was made for another model runner",
+            platform=context.platform.name,
+            hint="Pass the one that capture_cuda_graphs returned for this model runner",
+        )
+    return context
 
 
 def _refusal(context: RunnerContext, phase: Phase) -> tuple[Reason, str] | None:
@@ -149,6 +169,12 @@ def _refusal(context: RunnerContext, phase: Phase) -> tuple[Reason, str] | None:
     if phase not in context.refusals:
         context.refusals[phase] = _find_refusal(context, phase)
     return context.refusals[phase]
+
+
+def _leave_eager(context: RunnerContext, phase: Phase, reason: Reason, detail: str) -> None:
+    """Note in the report, and for the eager runner's answers, why *phase* runs eagerly."""
+    context.skip(phase, reason, detail)
+    context.without_graphs[phase] = Decision(reason=reason, detail=detail)
 
 
 def _find_refusal(context: RunnerContext, phase: Phase) -> tuple[Reason, str] | None:
@@ -172,6 +198,8 @@ def _find_refusal(context: RunnerContext, phase: Phase) -> tuple[Reason, str] | 
         detail = f"device type {platform.device_type!r} is not in tree and its platform is not out of tree"
     elif lacking is not None:
         detail = f"the {backend} backend needs the capability {lacking!r}"
+    elif context.model_runner.process_group is not None and not platform.capabilities.collectives_in_capture:
+        detail = "a process group needs the capability 'collectives_in_capture'"
     else:
         return None
     if config.on_unsupported == "raise":
@@ -197,9 +225,22 @@ def _used_gib(context: RunnerContext) -> float:
     return sum(shape.bytes or 0 for shape in context.shapes) / 2**30
 
 
+def _wants_symmetric_memory(runner: ModelRunner) -> bool:
+    return runner.enable_symm_mem and not runner.is_draft_worker
+
+
+def _check_symmetric_memory(runner: ModelRunner, platform: Platform) -> None:
+    if _wants_symmetric_memory(runner) and not platform.capabilities.symmetric_memory:
+        raise PlatformError(
+            "enable_symm_mem needs the capability 'symmetric_memory'",
+            platform=platform.name,
+            hint="Set enable_symm_mem=False",
+        )
+
+
 def _preallocate_symmetric_memory(context: RunnerContext) -> None:
     runner = context.model_runner
-    if not runner.enable_symm_mem or runner.is_draft_worker:
+    if not _wants_symmetric_memory(runner):
         return
     context.symmetric_memory = context.platform.preallocate_symmetric_memory(
         device=runner.device,

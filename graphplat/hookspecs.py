@@ -105,10 +105,11 @@ def create_eager_runner(platform: Platform, model_runner: ModelRunner) -> EagerR
 def capture_participants(
     platform: Platform, model_runner: ModelRunner, phase: Phase
 ) -> AbstractContextManager[Any] | None:
-    """Give a context manager to hold around the capture of *phase*.
+    """Give a context manager to hold around a capture of *phase*.
 
-    Entered once per phase in plugin order, left in reverse; its ``__exit__`` sees the
-    exception if the capture failed. Allocators, offloaders and collectives belong here.
+    Entered around each capture in plugin order, left in reverse: one of all shapes at set-up,
+    one of each shape under ``capture="lazy"``. Its ``__exit__`` sees the exception if the
+    capture failed. Allocators, offloaders and collectives belong here.
     The platform's own plugin is asked, those of its device type that bring no platform, and
     those registered by hand.
 

@@ -8,6 +8,9 @@ import msgspec
 
 from graphplat.batch import Phase
 
+Family = tuple[str | None, frozenset[str], tuple[tuple[str, Any], ...]]
+"""Variant, optional inputs that are present, host constants: what graphs of one size differ in."""
+
 
 class ShapeKey(msgspec.Struct, frozen=True, kw_only=True):
     """What one captured graph can serve. Hashable; equal keys mean one graph."""
@@ -27,6 +30,11 @@ class ShapeKey(msgspec.Struct, frozen=True, kw_only=True):
     """Host constants by which graphs are told apart."""
     dtypes: tuple[tuple[str, str], ...] = ()
     """The dtype of every tensor input."""
+
+    @property
+    def family(self) -> Family:
+        """What this key shares with those of the same kind of batch at other sizes."""
+        return self.variant, frozenset(self.present), self.host
 
     def __str__(self) -> str:
         parts = [f"{self.phase} {self.size}"]

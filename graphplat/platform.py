@@ -32,7 +32,11 @@ class PlatformCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     shared_pool: bool = False
     """Graphs that replay one at a time may share one memory pool."""
     thread_local_capture: bool = False
-    """Other threads may use the device while this one captures."""
+    """Other threads may use the device while this one captures.
+
+    Nothing in graphplat decides by it, since captures of one process take turns anyway: it tells users what
+    their own threads may do, and which tests of the conformance suite apply.
+    """
     breakable: bool = False
     """Captures may end and begin again around eager parts, on one pool."""
     compiled: bool = False
@@ -47,7 +51,7 @@ class PlatformCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     memory_counters: bool = False
     """``allocated_bytes`` and ``reserved_bytes`` count graph pools too."""
     collectives_in_capture: bool = False
-    """Collectives may be recorded."""
+    """Collectives may be recorded. Without it, a model runner with a process group gets no graphs."""
     generators_in_capture: bool = False
     """Extra random generators can be registered with a graph."""
     device_synchronize: bool = True
@@ -57,7 +61,7 @@ class PlatformCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     memory_aliases: bool = False
     """``alias`` gives tensors on memory that they do not keep allocated."""
     symmetric_memory: bool = False
-    """A symmetric memory pool can be preallocated."""
+    """A symmetric memory pool can be preallocated. Without it, ``enable_symm_mem`` is refused at set-up."""
 
 
 class MemoryInfo(msgspec.Struct, frozen=True):
@@ -143,7 +147,10 @@ class Platform:
         """Block the host until all work on *device* is done."""
 
     def synchronize_stream(self, stream: Any) -> None:
-        """Block the host until *stream* is done."""
+        """Block the host until *stream* is done.
+
+        For runtimes and the conformance suite: graphplat itself orders streams on the device.
+        """
 
     # Memory
 

@@ -24,6 +24,7 @@ from graphplat import (
     break_graph,
     capture_cuda_graphs,
     capture_decode_graph,
+    capture_prefill_graph,
     eager_on_graph,
     fork_stream,
     live_batch,
@@ -883,6 +884,61 @@ def test_the_graph_limit_counts_segments(runtime, decode, rows):
         x = rows(count)
         assert torch.equal(runner.execute(decode(count, x=x)), ((x + 1) * 2 + 1) * 2 + 1)
     assert runner.stats.replays == {1: 1, 7: 1, 8: 1}
+
+
+class FourGraphs(CpuPlatform):
+    """Holds four device graphs."""
+
+    capabilities = msgspec.structs.replace(CpuPlatform.capabilities, max_graphs=4)
+
+
+@on_cpu
+def test_lazy_captures_stay_within_the_devices_graphs(runtime, decode, rows):
+    """
+    Where a shape takes two graphs of the device's four, a third one takes the place of the oldest; no step
+    runs eagerly for it.
+    """
+
+    @eager_on_graph
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    toy = runtime(
+        lambda batch: middle(batch.inputs["x"] + 1) + 1,
+        decode=breakable(buckets=(1, 2, 4, 8), capture="lazy"),
+    )
+    eager = EagerRunner(FourGraphs(), toy)
+    runner = capture_decode_graph(model_runner=toy, eager_runner=eager).runner
+    for count in (1, 2, 4, 8, 1):
+        x = rows(count)
+        assert torch.equal(runner.execute(decode(count, x=x)), (x + 1) * 2 + 1)
+        assert eager.context.live_graphs <= 4
+    assert runner.buckets == (1, 8)
+    assert runner.stats.ran_eagerly == 0
+
+
+@on_cpu
+def test_a_lazy_capture_without_room_leaves_the_graphs_of_the_other_phase(runtime, decode, rows):
+    """Where the other phase holds what a shape would need, nothing is evicted: the step says so and runs."""
+
+    @eager_on_graph
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    toy = runtime(
+        lambda batch: middle(batch.inputs["x"] + 1) + 1,
+        InputSpec(x=TensorSpec(("tokens", 3), dtype=torch.float32)),
+        decode=breakable(buckets=(1, 2), capture="lazy"),
+        prefill=breakable(buckets=(4, 8)),
+    )
+    eager = EagerRunner(FourGraphs(), toy)
+    runner = capture_decode_graph(model_runner=toy, eager_runner=eager).runner
+    prefill = capture_prefill_graph(model_runner=toy, eager_runner=eager)
+    assert eager.context.live_graphs == 4
+    x = rows(2)
+    assert torch.equal(runner.execute(decode(2, x=x)), (x + 1) * 2 + 1)
+    assert runner.stats.eager == {Reason.GRAPH_LIMIT: 1}
+    assert prefill.buckets == (4, 8)
 
 
 # Side streams

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch import distributed
 
 from graphplat import (
     CudaGraphsCapture,
@@ -48,16 +50,20 @@ class Events(list[str]):
 
 
 def make_plugin(
-    events: Events, *, device_type: str = "cpu", graphs: bool = True, foreign: bool = True
+    events: Events, *, device_type: str = "cpu", graphs: bool = True, foreign: bool = True, **more: Any
 ) -> Any:
-    """A plugin whose platform, hooks and graphs write down when they are used."""
+    """A plugin whose platform, hooks and graphs write down when they are used; *more* are capabilities."""
 
     kind = device_type
 
     class Recording(Platform):
         name = "recording"
         device_type = kind
-        capabilities = PlatformCapabilities(graph_capture=graphs, executes_in_capture=True, shared_pool=True)
+        capabilities = PlatformCapabilities(
+            **{"graph_capture": graphs, "executes_in_capture": True, "shared_pool": True}
+            | {"symmetric_memory": True, "collectives_in_capture": True}
+            | more
+        )
 
         def probe(self) -> None:
             events.note("platform")
@@ -240,9 +246,14 @@ def test_a_draft_runner_captures_its_decode_graphs_later(plugin: Any, events: Ev
     assert events == [*SETUP, "prefill runner", *PREFILL, "forward hooks"]
     assert capture.decode == DecodeGraphCapture(runner=capture.eager_runner, graph_mem_usage=0)
     assert [skip.reason for skip in capture.report.skipped] == [Reason.DRAFT_RUNNER]
+    batch = ForwardBatch(phase=Phase.DECODE, num_requests=1, num_tokens=1, inputs={"x": torch.ones(1, 3)})
+    assert capture.decode_runner.explain(batch).reason is Reason.DRAFT_RUNNER
+    capture.decode_runner.execute(batch)
+    assert capture.decode_runner.stats.eager == {Reason.DRAFT_RUNNER: 1}
     later = capture_decode_graph(model_runner=toy, eager_runner=capture.eager_runner)
     assert isinstance(later.runner, DecodeGraphRunner)
     assert later.graph_mem_usage >= 0
+    assert capture.eager_runner.explain(batch).reason is Reason.PHASE_DISABLED, "its own choice from now on"
 
 
 @pytest.mark.parametrize(
@@ -279,6 +290,18 @@ def test_who_captures_decode_graphs(plugin: Any, events: Events, settings: Any, 
     assert "begin" not in events
     reasons = {skip.phase: skip.reason for skip in capture.report.skipped}
     assert reasons == {Phase.PREFILL: Reason.PHASE_DISABLED, Phase.DECODE: Reason.UNSUPPORTED}
+    for phase, reason in reasons.items():
+        batch = ForwardBatch(
+            phase=phase,
+            num_requests=1,
+            num_tokens=1,
+            inputs={"x": torch.ones(1, 3, device=settings["device_type"])},
+        )
+        decision = capture.eager_runner.explain(batch)
+        assert (decision.reason, bool(decision.detail)) == (reason, True)
+        capture.eager_runner.execute(batch)
+        assert capture.eager_runner.stats.last == decision
+    assert capture.eager_runner.stats.eager == dict.fromkeys(reasons.values(), 1)
     toy.graph_config = GraphConfig(on_unsupported="raise")
     with pytest.raises(PlatformError) as caught:
         capture_cuda_graphs(model_runner=toy)
@@ -301,12 +324,14 @@ def test_disabled_phases_run_eagerly(plugin: Any, events: Events) -> None:
 
 def test_prefill_without_any_bucket_that_fits_is_the_eager_runner(plugin: Any, events: Events) -> None:
     """Where limits leave prefill no graph, its runner is the eager one, and the report says so."""
-    plugin()
-    prefill = PhaseConfig(backend="full", buckets=(8,), variants=("a", "b"), max_graphs=1)
+    plugin(max_graphs=0)
+    prefill = PhaseConfig(backend="full", buckets=(8,))
     toy = Recorder(events, graph_config=GraphConfig(prefill=prefill, decode=PhaseConfig(buckets=(2,))))
     capture = capture_cuda_graphs(model_runner=toy)
     assert capture.prefill_runner is capture.eager_runner
     assert Reason.GRAPH_LIMIT in {skip.reason for skip in capture.report.skipped}
+    packed = ForwardBatch(phase=Phase.PREFILL, num_requests=1, num_tokens=5, inputs={"x": torch.ones(5, 3)})
+    assert capture.prefill_runner.explain(packed).reason is Reason.GRAPH_LIMIT
 
 
 def test_a_platform_that_contradicts_its_capabilities_is_told_so(plugin: Any, events: Events) -> None:
@@ -316,6 +341,49 @@ def test_a_platform_that_contradicts_its_capabilities_is_told_so(plugin: Any, ev
     type(platform).support_cuda_graph = lambda self: True  # type: ignore[method-assign]
     with pytest.raises(PluginError, match="graph_capture is not declared"):
         capture_cuda_graphs(model_runner=Recorder(events))
+
+
+def test_symmetric_memory_is_refused_before_anything_is_allocated(plugin: Any, events: Events) -> None:
+    """Asked for on a platform that does not declare it, it is an error at once; draft workers need none."""
+    plugin(symmetric_memory=False)
+    with pytest.raises(PlatformError, match="symmetric_memory") as caught:
+        capture_cuda_graphs(model_runner=Recorder(events))
+    assert caught.value.platform == "recording"
+    assert events == ["platform"]
+    capture_cuda_graphs(model_runner=Recorder(events, is_draft_worker=True))
+    assert events[-1] == "forward hooks"
+
+
+def test_ranks_get_no_graphs_where_collectives_cannot_be_recorded(
+    plugin: Any, events: Events, tmp_path: Path
+) -> None:
+    """With a process group both phases are refused, by the capability's name; without one they capture."""
+    plugin(collectives_in_capture=False)
+    assert capture_cuda_graphs(model_runner=Recorder(events)).decode.runner is not None
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        toy = Recorder(events, process_group=distributed.group.WORLD)
+        events.clear()
+        capture = capture_cuda_graphs(model_runner=toy)
+    finally:
+        distributed.destroy_process_group()
+    assert capture.decode.runner is None
+    assert capture.prefill_runner is capture.eager_runner
+    assert "begin" not in events
+    assert capture.report.static_buffer_bytes == 0
+    assert {skip.reason for skip in capture.report.skipped} == {Reason.UNSUPPORTED}
+    assert all("collectives_in_capture" in skip.detail for skip in capture.report.skipped)
+
+
+@pytest.mark.parametrize("capture", [capture_decode_graph, capture_prefill_graph])
+def test_the_eager_runner_of_another_model_runner_is_refused(capture: Any) -> None:
+    """Graphs of one model would be captured over the memory of another: a ContractError, nothing captured."""
+    ours, theirs = (Recorder(Events(), enable_symm_mem=False) for _ in range(2))
+    eager = EagerRunner(registry.platform_for("cpu"), theirs)
+    with pytest.raises(ContractError, match="another model runner"):
+        capture(model_runner=ours, eager_runner=eager)
+    assert eager.context.live_graphs == 0
 
 
 def test_an_unserved_device_is_an_error() -> None:

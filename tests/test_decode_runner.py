@@ -25,7 +25,7 @@ from graphplat import (
     UpTo,
     capture_cuda_graphs,
 )
-from graphplat.errors import ReplayError
+from graphplat.errors import InputError, ReplayError
 
 F32, I64 = torch.float32, torch.int64
 
@@ -155,14 +155,82 @@ def test_the_graph_limit_of_a_setting_thins_the_ladder(runtime: Any, decode: Any
     assert runner.stats.ran_eagerly == 0
 
 
-def test_no_room_for_any_graph_means_eager_with_that_reason(runtime: Any, decode: Any, rows: Any) -> None:
-    """Two graphs for three families leave no bucket; every step says why it ran eagerly, and none raises."""
-    toy = runtime(double, decode=PhaseConfig(buckets=(2, 4), variants=("a", "b"), max_graphs=2))
+@pytest.mark.parametrize(("limit", "held"), [(1, {None}), (2, {None, "a"}), (3, {None, "a", "b"})])
+def test_fewer_graphs_than_families_go_to_the_unnamed_one_first(
+    runtime: Any, decode: Any, rows: Any, limit: int, held: set[Any]
+) -> None:
+    """
+    Few graphs for three families hold the largest bucket, of the unnamed variant before the named ones;
+    every other step says why it ran eagerly, and none raises.
+    """
+    toy = runtime(double, decode=PhaseConfig(buckets=(2, 4), variants=("a", "b"), max_graphs=limit))
+    capture = capture_cuda_graphs(model_runner=toy)
+    runner = capture.decode_runner
+    assert runner.buckets == (4,)
+    assert Reason.GRAPH_LIMIT in {skip.reason for skip in capture.report.skipped}
+    for variant in (None, "a", "b"):
+        batch = decode(2, x=rows(2), variant=variant)
+        assert runner.explain(batch).reason is (None if variant in held else Reason.GRAPH_LIMIT)
+        assert torch.equal(runner.execute(batch), double(batch))
+    assert runner.stats.replays == {4: limit}
+
+
+def test_an_unnamed_batch_comes_before_variants_with_other_inputs(
+    runtime: Any, decode: Any, rows: Any
+) -> None:
+    """Of the combinations of variant and optional inputs, those without a variant are captured first."""
+    spec = InputSpec(
+        x=TensorSpec(("requests", 3), dtype=F32), bias=TensorSpec(("requests", 3), dtype=F32, optional=True)
+    )
+
+    def forward(batch: Any) -> Any:
+        bias = batch.inputs.get("bias")
+        return batch.inputs["x"] * 2 if bias is None else batch.inputs["x"] * 2 + bias
+
+    config = PhaseConfig(buckets=(4,), variants=("a",), max_graphs=2)
+    runner = capture_cuda_graphs(model_runner=runtime(forward, spec, decode=config)).decode_runner
+    for inputs in ({"x": rows(3)}, {"x": rows(3), "bias": rows(3)}):
+        assert runner.can_run_graph(decode(3, **inputs))
+        assert not runner.can_run_graph(decode(3, variant="a", **inputs))
+
+
+def test_buffers_are_those_of_the_graph_that_execute_replays(runtime: Any, decode: Any, rows: Any) -> None:
+    """
+    Where a bucket was left out the next larger one lends its inputs, by variant and host constants too; what
+    no graph holds is an error that names the captured sizes.
+    """
+    config = PhaseConfig(buckets=(1, 2, 4, 8), variants=("a",), max_graphs=8)
+    spec = InputSpec(x=TensorSpec(("requests", 3), dtype=F32), scale=HostSpec(values=(2, 5)))
+    toy = runtime(lambda b: b.inputs["x"] * b.inputs["scale"], spec, decode=config)
     runner = capture_cuda_graphs(model_runner=toy).decode_runner
-    assert runner.buckets == ()
-    batch = decode(2, x=rows(2))
-    assert runner.explain(batch).reason is Reason.GRAPH_LIMIT
-    assert torch.equal(runner.execute(batch), double(batch))
+    assert runner.buckets == (1, 8)
+    for variant, scale in ((None, 2), ("a", 5), (None, 5)):
+        lent = runner.buffers(3, variant=variant, host={"scale": scale})
+        x = rows(3)
+        lent["x"].copy_(x)
+        batch = decode(3, variant=variant, scale=scale, **lent)
+        key = runner.explain(batch).key
+        assert key is not None
+        assert key.size == 8
+        assert lent["x"].data_ptr() == runner.entries[key].inputs.views()["x"].data_ptr()
+        assert torch.equal(runner.execute(batch), x * scale)
+    assert runner.buffers(3)["x"].shape == (3, 3)
+    for size, asked in ((9, {}), (3, {"variant": "b"}), (3, {"present": ["x"]}), (3, {"host": {"scale": 3}})):
+        with pytest.raises(ReplayError, match=r"Captured: \[1, 8\]"):
+            runner.buffers(size, **asked)
+    with pytest.raises(InputError, match=r"no host constants \['scales'\]"):
+        runner.buffers(3, host={"scales": 2})
+
+
+def test_a_backend_can_be_driven_by_hand(runtime: Any, rows: Any) -> None:
+    """Inside a replay session a captured shape replays from what its static inputs hold."""
+    runner = capture_cuda_graphs(model_runner=runtime(double)).decode_runner
+    key = next(key for key in runner.entries if key.size == 4)
+    x = rows(4)
+    with runner.backend.replay_session():
+        runner.buffers(4)["x"].copy_(x)
+        output = runner.backend.replay(key)
+    assert torch.equal(output.head(4, 4), x * 2)
 
 
 @pytest.mark.filterwarnings("ignore:too little memory")

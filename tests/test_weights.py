@@ -113,6 +113,8 @@ def test_whatever_moved_is_found_before_a_replay(
     for n in (3, 8, 3):
         batch = decode(n, x=rows(n))
         if policy == "raise":
+            assert engine.runner.explain(batch).reason is Reason.WEIGHTS_MOVED
+            assert not engine.runner.can_run_graph(batch)
             with pytest.raises(WeightsMovedError) as caught:
                 engine.runner.execute(batch)
             assert caught.value.field

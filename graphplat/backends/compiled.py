@@ -134,24 +134,23 @@ class CompiledBackend(FullBackend):
 
     def _compile(self, key: ShapeKey, forward: CompiledForward) -> None:
         """Give *forward* kernels that fit *key* and have run it once."""
-        family = (key.phase, key.variant, key.present, key.host)
         started, frames = time.perf_counter(), guard.compiled_frames()
         # A dimension of one is always compiled as such.
-        shared = self._config(key).compile == "once" and key.size > 1 and family not in self._sized
-        if shared and not self._run_shared(key, family, forward):
-            self._sized.add(family)
+        shared = self._config(key).compile == "once" and key.size > 1 and key.family not in self._sized
+        if shared and not self._run_shared(key, forward):
+            self._sized.add(key.family)
             shared = False
         if not shared:
-            self._run_sized(key, family, forward)
+            self._run_sized(key, forward)
         if guard.compiled_frames() != frames:
             self._notes.append(f"compiled in {time.perf_counter() - started:.1f} s")
 
-    def _run_shared(self, key: ShapeKey, family: Any, forward: CompiledForward) -> bool:
+    def _run_shared(self, key: ShapeKey, forward: CompiledForward) -> bool:
         """Run with kernels for all sizes; ``False`` where they do not exist."""
-        kernels = self._kernels.get((family, None))
+        kernels = self._kernels.get((key.family, None))
         if kernels is None:
             kernels = Kernels.make(self.context.model_runner.forward, dynamic=True)
-            self._kernels[family, None] = kernels
+            self._kernels[key.family, None] = kernels
         forward.kernels = kernels
         frames = guard.compiled_frames()
         try:
@@ -168,9 +167,9 @@ class CompiledBackend(FullBackend):
             kernels.compiled_now = True
         return True
 
-    def _run_sized(self, key: ShapeKey, family: Any, forward: CompiledForward) -> None:
+    def _run_sized(self, key: ShapeKey, forward: CompiledForward) -> None:
         """Run with kernels for this size alone, in pieces where the forward has Python between them."""
-        where = (family, key.size)
+        where = (key.family, key.size)
         forward.kernels = self._kernels.get(where)
         if forward.kernels is None:
             forward.kernels = Kernels.make(self.context.model_runner.forward, dynamic=False)

@@ -69,7 +69,11 @@ class ReplayBackend(abc.ABC):
 
     @contextlib.contextmanager
     def replay_session(self) -> Iterator[None]:
-        """Hold what a replay needs around :meth:`replay`; nothing by default."""
+        """Hold what replays need around them; nothing by default.
+
+        For those who drive a backend themselves, and for vendors to wrap. Runners launch without it: what
+        every launch needs belongs into :meth:`launcher`.
+        """
         yield
 
     def launcher(self, shape_key: ShapeKey) -> Callable[[ForwardBatch | None], None]:

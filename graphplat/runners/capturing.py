@@ -50,11 +50,28 @@ def capture_on_use(runner: GraphRunner, key: ShapeKey) -> Entry | None:
     limit = runner.config.max_graphs
     while limit is not None and len(runner.entries) >= limit:
         runner.drop(next(iter(runner.entries)))
+    if not _make_room(runner, key):
+        return None
     runner.context.release_memory()
     with runner.context.together(f"the capture of {key}"):
         capture_shapes(runner, [key])
     fitting.warn_if_short(runner, [key])
     return runner.entries.get(key)
+
+
+def _make_room(runner: GraphRunner, key: ShapeKey) -> bool:
+    """Drop the oldest graphs until the device can hold those of *key*; whether it ever can."""
+    limit = runner.platform.capabilities.max_graphs
+    if limit is None:
+        return True
+    needed = runner.backend.graphs_per_shape()
+    others = runner.context.live_graphs - runner.backend.live_graphs
+    if others + needed > limit:
+        _miss(runner, key, Reason.GRAPH_LIMIT, f"{needed} beside {others} of another phase, at most {limit}")
+        return False
+    while runner.entries and runner.context.live_graphs + needed > limit:
+        runner.drop(next(iter(runner.entries)))
+    return True
 
 
 def _capture_startup(runner: GraphRunner, keys: list[ShapeKey]) -> None:

@@ -16,7 +16,7 @@ from graphplat.batch import ForwardBatch, Phase
 from graphplat.inputs import InputSpec
 from graphplat.outputs import GraphSharedOutput, RowAxis
 from graphplat.peers import Cost, PeerAgreement
-from graphplat.report import Reason, ShapeReport, SkipReport
+from graphplat.report import Decision, Reason, ShapeReport, SkipReport
 from graphplat.runners.streams import StreamLease
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class RunnerContext:
     symmetric_memory: Any = None
     refusals: dict[Phase, tuple[Reason, str] | None] = attrs.field(factory=dict)
     """Per phase: why it gets no graphs, asked for once."""
+    without_graphs: dict[Phase, Decision] = attrs.field(factory=dict)
+    """Per phase that was handed to the eager runner: what that one answers to its batches."""
     _specs: dict[Phase, InputSpec] = attrs.field(factory=dict)
     _stream: StreamLease | None = None
     _pool: Any = None

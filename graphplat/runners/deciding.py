@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from graphplat import buckets as ladders
-from graphplat.errors import WeightsMovedError
+from graphplat.errors import InputError, WeightsMovedError
 from graphplat.report import Decision, Reason
 
 if TYPE_CHECKING:
     from graphplat.batch import ForwardBatch
-    from graphplat.keys import ShapeKey
+    from graphplat.keys import Family, ShapeKey
     from graphplat.peers import PeerAgreement
     from graphplat.runners.base import CheckedBatch
     from graphplat.runners.graph import GraphRunner
 
-Host = tuple[tuple[str, Any], ...]
-Family = tuple[str | None, frozenset[str], Host]
-"""Variant, optional inputs that are present, host constants: what graphs of one size differ in."""
-
 _NONE: Any = object()
-
-
-def family_of(key: ShapeKey) -> Family:
-    """The family of *key*."""
-    return key.variant, frozenset(key.present), key.host
 
 
 def families(runner: GraphRunner) -> Iterator[Family]:
@@ -77,9 +68,18 @@ def _family(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch) -> 
         return Decision(reason=Reason.HOST_VALUE, detail=detail)
     if batch.variant is not None and batch.variant not in runner.config.variants:
         return Decision(reason=Reason.UNKNOWN_VARIANT, detail=repr(batch.variant))
+    host = fit_hosts(runner, checked.leaves)
+    if isinstance(host, Decision):
+        return host
+    present = frozenset(path for path in runner.spec.optional if checked.leaves.get(path) is not None)
+    return batch.variant, present, host
+
+
+def fit_hosts(runner: GraphRunner, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...] | Decision:
+    """The captured host constants that serve *values*, by path, or which of them none serves."""
     host: list[tuple[str, Any]] = []
     for path in runner.fixed_hosts:
-        rule, value = runner.spec.hosts[path], checked.leaves[path]
+        rule, value = runner.spec.hosts[path], values[path]
         if rule.values:
             match = next((v for v in rule.values if type(v) is type(value) and v == value), _NONE)
             if match is _NONE:
@@ -89,8 +89,7 @@ def _family(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch) -> 
             host.append((path, rule.maximum))
         else:
             return Decision(reason=Reason.HOST_VALUE, detail=f"{path}={value!r} is over {rule.maximum!r}")
-    present = frozenset(path for path in runner.spec.optional if checked.leaves.get(path) is not None)
-    return batch.variant, present, tuple(host)
+    return tuple(host)
 
 
 def find(runner: GraphRunner, size: int, family: Family) -> Decision:
@@ -115,6 +114,17 @@ def find(runner: GraphRunner, size: int, family: Family) -> Decision:
     return missed or Decision(reason=Reason.OPTIONAL_INPUTS, detail=absent)
 
 
+def find_named(
+    runner: GraphRunner, size: int, variant: str | None, present: frozenset[str], host: Mapping[str, Any]
+) -> Decision:
+    """The shape that holds *size* of the family so named; host constants left out are the first captured."""
+    first = {path: runner.spec.hosts[path].capture_values[0] for path in runner.fixed_hosts}
+    if unknown := sorted(host.keys() - first.keys()):
+        raise InputError(f"no host constants {unknown}", phase=runner.phase, hint=f"Declared: {[*first]}")
+    fitted = fit_hosts(runner, first | dict(host))
+    return fitted if isinstance(fitted, Decision) else find(runner, size, (variant, present, fitted))
+
+
 def decide_with_peers(runner: GraphRunner, batch: ForwardBatch) -> tuple[CheckedBatch, Decision]:
     """Agree with all ranks; every rank reaches the collective, also with a bad batch.
 
@@ -134,7 +144,7 @@ def decide_with_peers(runner: GraphRunner, batch: ForwardBatch) -> tuple[Checked
     except BaseException as error:
         peers.refuse(where, error)
         raise
-    index = None if family is None else list(families(runner)).index(family)
+    index = None if family is None else runner.families.index(family)
     can_graph = not isinstance(own, Decision)
     held = (len(runner.entries) << 20) + len(runner.missing)
     agreed = peers.step(size, index, held, can_graph=can_graph, moved=moved is not None, where=where)
@@ -151,7 +161,7 @@ def decide_with_peers(runner: GraphRunner, batch: ForwardBatch) -> tuple[Checked
         return checked, Decision(reason=Reason.PEER_RANK_EAGER, detail=detail)
     if agreed.any_moved:
         _recapture(runner)
-    return checked, find(runner, agreed.size, list(families(runner))[agreed.family])
+    return checked, find(runner, agreed.size, runner.families[agreed.family])
 
 
 def _own_part(
@@ -188,7 +198,7 @@ def check_weights(runner: GraphRunner, decision: Decision) -> Decision:
         return _policy(runner, moved)
     _recapture(runner)
     key = cast("ShapeKey", decision.key)
-    return find(runner, key.size, family_of(key))
+    return find(runner, key.size, key.family)
 
 
 def _moved(runner: GraphRunner) -> str | None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _EAGER = Decision(reason=Reason.PHASE_DISABLED, detail="this is the eager runner")
+"""The answer of an eager runner that is asked beside a graph runner."""
 
 
 class EagerRunner(BaseRunner):
@@ -40,18 +41,22 @@ class EagerRunner(BaseRunner):
         return ()
 
     def explain(self, batch: ForwardBatch) -> Decision:
-        """Always eager."""
+        """Always eager, for the reason that left the phase of *batch* without a runner of its own."""
         self.checker(batch.phase).check(batch)
-        return _EAGER
+        return self._decision(batch.phase)
 
     def execute(self, batch: ForwardBatch) -> Any:
         """Check *batch* and run the model's forward."""
         checked = self.checker(batch.phase).check(batch)
-        stats = self.stats
-        stats.eager[Reason.PHASE_DISABLED] += 1
+        stats, decision = self.stats, self._decision(batch.phase)
+        if decision.reason is not None:
+            stats.eager[decision.reason] += 1
         stats.sizes[batch.num_requests if batch.phase is Phase.DECODE else batch.num_tokens] += 1
-        stats.last = _EAGER
+        stats.last = decision
         return self.run(batch, checked.leaves)
+
+    def _decision(self, phase: Phase) -> Decision:
+        return self.context.without_graphs.get(phase, _EAGER)
 
     def run(self, batch: ForwardBatch, leaves: dict[str, Any]) -> Any:
         """Run a checked *batch*, which the caller counts."""
@@ -119,15 +124,13 @@ class EagerRunner(BaseRunner):
         *,
         requests: int | None = None,
     ) -> ShapeKey:
-        """The key of bucket *size*; prefill rows of requests follow ``max_requests``."""
-        runner, spec = self.context.model_runner, self.context.spec(phase)
-        per = runner.tokens_per_request if phase is Phase.DECODE else 1
-        if requests is None:
-            requests = size if phase is Phase.DECODE else min(runner.graph_config.prefill.max_requests, size)
+        """The key of bucket *size*, with *requests* or as many rows of requests as the bucket has."""
+        spec = self.context.spec(phase)
+        per = self.context.model_runner.tokens_per_request if phase is Phase.DECODE else 1
         return ShapeKey(
             phase=phase,
             size=size,
-            requests=requests,
+            requests=self.request_rows(phase, size) if requests is None else requests,
             tokens=size * per,
             tokens_per_request=per,
             variant=variant,
@@ -135,6 +138,12 @@ class EagerRunner(BaseRunner):
             host=host,
             dtypes=tuple((path, str(t.dtype).removeprefix("torch.")) for path, t in spec.tensors.items()),
         )
+
+    def request_rows(self, phase: Phase, size: int) -> int:
+        """Rows of requests in bucket *size*; those of prefill follow ``max_requests``."""
+        if phase is Phase.DECODE:
+            return size
+        return min(self.context.model_runner.graph_config.prefill.max_requests, size)
 
     def row_axes(self, key: ShapeKey) -> dict[str, RowAxis]:
         """The row axes of the outputs of *key*'s family, found once by a few small eager runs."""
@@ -146,10 +155,10 @@ class EagerRunner(BaseRunner):
 
     def forget_outputs(self, key: ShapeKey) -> None:
         """Find the outputs of *key*'s family anew when next needed."""
-        self.context.axes.pop(_family(key), None)
+        self.context.axes.pop((key.phase, key.family), None)
 
     def _outputs(self, key: ShapeKey) -> tuple[dict[str, RowAxis], frozenset[str]]:
-        family = _family(key)
+        family = key.phase, key.family
         if family not in self.context.axes:
             platform, device = self.context.platform, self.context.device
             before = platform.allocated_bytes(device)
@@ -175,7 +184,7 @@ class EagerRunner(BaseRunner):
         if key.phase is Phase.DECODE:
             most = min(3, size)
             return [(most, most), (max(1, most - 1), max(1, most - 1))]
-        requests = min(settings.max_requests, size)
+        requests = self.request_rows(key.phase, size)
         if size >= 7 and requests >= 3:
             return [(3, 7), (2, 5)]
         few = min(2, requests, size)
@@ -190,10 +199,6 @@ class EagerRunner(BaseRunner):
             output = self.forward(batch)
         context.model_runner.post_warmup()
         return output
-
-
-def _family(key: ShapeKey) -> object:
-    return key.phase, key.variant, key.present, key.host
 
 
 def _first_host(spec: Any) -> tuple[tuple[str, Any], ...]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import torch
 
-from graphplat import buckets as ladders
 from graphplat import tree
 from graphplat.backends import make_backend
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.buffers import BoundInputs, bind_inputs
-from graphplat.errors import GraphplatError, InputError, ReplayError
+from graphplat.errors import GraphplatError, ReplayError
 from graphplat.outputs import GraphOutput, copy_output
 from graphplat.report import Decision, Reason, RunnerStats
 from graphplat.runners import deciding
@@ -27,7 +26,7 @@ from graphplat.weights import WeightWatch
 
 if TYPE_CHECKING:
     from graphplat.config import PhaseConfig
-    from graphplat.keys import ShapeKey
+    from graphplat.keys import Family, ShapeKey
     from graphplat.model_runner import ModelRunner
     from graphplat.platform import Platform
     from graphplat.runners.eager import EagerRunner
@@ -66,7 +65,8 @@ class GraphRunner(BaseRunner):
         self.entries: dict[ShapeKey, Entry] = {}
         self.missing: dict[ShapeKey, tuple[Reason, str]] = {}
         self.watch = WeightWatch(model_runner)
-        self.keys: dict[tuple[int, deciding.Family], ShapeKey] = {}
+        self.families: list[Family] = []
+        self.keys: dict[tuple[int, Family], ShapeKey] = {}
         self._plans: dict[tuple[int, int, str | None], StepPlan] = {}
         self._watched = self.config.weights != "off"
         self._view = self.config.outputs == "view"
@@ -101,38 +101,48 @@ class GraphRunner(BaseRunner):
         lost = {key for key, (reason, _) in self.missing.items() if reason is not Reason.CAPTURE_FAILED}
         return any(key not in lost for key in self.keys.values())
 
-    def buffers(self, size: int, **family: Any) -> dict[str, torch.Tensor]:
+    def buffers(
+        self,
+        size: int,
+        *,
+        requests: int | None = None,
+        variant: str | None = None,
+        present: Iterable[str] = (),
+        host: Mapping[str, Any] | None = None,
+    ) -> dict[str, torch.Tensor]:
         """The static inputs of the bucket that holds *size*, cut to *size* rows, by field path.
 
         A runtime that writes here and passes these tensors as inputs saves the copy. They
         hold until the next step of another size or phase; write real rows only. *size*
-        counts requests for decode and tokens for prefill. *family* may name ``variant``,
-        ``present`` and, for prefill, ``requests``. Raises :class:`ReplayError` if no graph
-        holds it.
+        counts requests for decode and tokens for prefill, where *requests* counts the rest.
+        *present* are the optional inputs of the batch, *host* its host constants by path; those left
+        out are taken to be the first ones captured. Raises :class:`ReplayError` if no graph holds it.
         """
-        requests = family.pop("requests", size if self.phase is Phase.DECODE else 1)
-        present = frozenset(family.pop("present", ()))
-        variant = family.pop("variant", None)
-        if family:
-            raise InputError(f"unknown arguments {sorted(family)}", phase=self.phase)
-        bucket = ladders.fit(self.ladder, size)
-        for key, entry in self.entries.items():
-            if key.size == bucket and key.variant == variant and frozenset(key.present) == present:
-                tokens = requests * key.tokens_per_request if self.phase is Phase.DECODE else size
-                return entry.inputs.head(requests, tokens)
-        raise ReplayError(
-            f"no captured bucket holds {size}", phase=self.phase, hint=f"Captured: {list(self.buckets)}"
-        )
+        decode = self.phase is Phase.DECODE
+        requests = (size if decode else 1) if requests is None else requests
+        decision = deciding.find_named(self, size, variant, frozenset(present), host or {})
+        entry = None if decision.key is None else self.entries.get(decision.key)
+        if entry is None or requests > entry.key.requests:
+            raise ReplayError(
+                f"no captured bucket holds {size}" + (f": {decision.detail}" if decision.detail else ""),
+                phase=self.phase,
+                hint=f"Captured: {list(self.buckets)}",
+            )
+        return entry.inputs.head(requests, requests * entry.key.tokens_per_request if decode else size)
 
     def device_graphs(self) -> dict[ShapeKey, Sequence[Any]]:
         """The platform's graph objects by shape, in capture order."""
         return {key: self.backend.device_graphs(key) for key in self.entries}
 
     def explain(self, batch: ForwardBatch) -> Decision:
-        """What :meth:`execute` would do with *batch* on this rank alone."""
+        """What :meth:`execute` would do with *batch* on this rank alone.
+
+        ``WEIGHTS_MOVED`` where a moved weight keeps graphs from being replayed, also under
+        ``weights="raise"``, where :meth:`execute` raises :class:`WeightsMovedError`.
+        """
         checked = self.checker.check(batch)
         decision = deciding.decide(self, batch, checked, self.size_of(batch))
-        if decision.is_graph and self.config.weights == "eager" and (moved := self.watch.moved()):
+        if decision.is_graph and self.config.weights in ("eager", "raise") and (moved := self.watch.moved()):
             return Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
         return decision
 
@@ -242,8 +252,9 @@ class GraphRunner(BaseRunner):
         with self.context.arena.lock, self.context.together(f"the capture of {self.phase} graphs"):
             self.released = False
             self.watch.remember()
+            self.families = list(deciding.families(self))
             plan = CapturePlan.make(self)
-            self.keys = {(key.size, deciding.family_of(key)): key for key in (*plan.keys, *plan.dropped)}
+            self.keys = {(key.size, key.family): key for key in (*plan.keys, *plan.dropped)}
             self.missing = dict.fromkeys(plan.dropped, (Reason.GRAPH_LIMIT, plan.why))
             capture_planned(self, plan)
         warn_if_short(self, plan.keys)

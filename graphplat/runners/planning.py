@@ -27,28 +27,26 @@ class CapturePlan:
     @classmethod
     def make(cls, runner: GraphRunner) -> CapturePlan:
         """Plan every bucket and family, thinned where the number of graphs is limited."""
-        families = list(deciding.families(runner))
-        if not families:
+        if not runner.families:
             runner.context.skip(runner.phase, Reason.HOST_VALUE, deciding.cannot_update(runner) or "")
             return cls([], [])
-        keys = {
-            size: [
-                runner.eager_runner.make_key(runner.phase, size, variant, present, host)
-                for variant, present, host in families
-            ]
+        keys = [
+            runner.eager_runner.make_key(runner.phase, size, variant, present, host)
             for size in reversed(runner.ladder)
-        }
-        limit = _limit(runner)
-        kept = runner.ladder if limit is None else ladders.thin(runner.ladder, limit // len(families))
-        dropped = [size for size in runner.ladder if size not in kept]
-        why = f"at most {limit} graphs for {len(families)} families: buckets {dropped} were dropped"
-        if dropped:
-            runner.context.skip(runner.phase, Reason.GRAPH_LIMIT, why)
-        return cls(
-            [key for size in keys if size in kept for key in keys[size]],
-            [key for size in dropped for key in keys[size]],
-            why,
-        )
+            for variant, present, host in runner.families
+        ]
+        limit, families = _limit(runner), len(runner.families)
+        if limit is None or limit >= len(keys):
+            return cls(keys, [])
+        kept = _thin(keys, limit)
+        dropped = [key for key in keys if key not in kept]
+        why = f"at most {limit} graphs for {families} families: "
+        if limit < families:
+            why += f"kept {'; '.join(map(str, kept)) or 'none'}"
+        else:
+            why += f"buckets {sorted({key.size for key in dropped})} were dropped"
+        runner.context.skip(runner.phase, Reason.GRAPH_LIMIT, why)
+        return cls(kept, dropped, why)
 
 
 def split_remaining(
@@ -62,10 +60,21 @@ def split_remaining(
     limit = _limit(runner)
     if limit is None or len(keys) <= limit:
         return keys, [], limit
+    kept = _thin(keys, limit)
+    return kept, [key for key in keys if key not in kept], limit
+
+
+def _thin(keys: list[ShapeKey], limit: int) -> list[ShapeKey]:
+    """At most *limit* of *keys*: whole buckets, evenly spread.
+
+    Where there are more families than that, only the largest bucket, the unnamed variant first.
+    """
     sizes = sorted({key.size for key in keys})
     families = -(-len(keys) // len(sizes))
-    kept = set(ladders.thin(sizes, limit // families))
-    return [key for key in keys if key.size in kept], [key for key in keys if key.size not in kept], limit
+    if limit < families:
+        return sorted((k for k in keys if k.size == sizes[-1]), key=lambda k: k.variant is not None)[:limit]
+    kept = ladders.thin(sizes, limit // families)
+    return [key for key in keys if key.size in kept]
 
 
 def _limit(runner: GraphRunner) -> int | None:

@@ -18,7 +18,7 @@ class PrefillGraphRunner(GraphRunner):
 
     def refuse(self, batch: ForwardBatch, bucket: int) -> Decision | None:
         """Too many requests for the rows of *bucket*."""
-        rows = min(self.model_runner.graph_config.prefill.max_requests, bucket)
+        rows = self.eager_runner.request_rows(self.phase, bucket)
         if batch.num_requests > rows:
             return Decision(
                 reason=Reason.OVER_MAX_REQUESTS, detail=f"{batch.num_requests} requests, graphs hold {rows}"
