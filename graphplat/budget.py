@@ -34,16 +34,27 @@ class Budget:
     def keep(self) -> list[ShapeKey]:
         """The shapes to keep, in order; fewer than planned wherever what was measured is over the limit.
 
-        Drops what saves least per byte until the rest fits, then takes back what still fits.
+        Of three choices the one that costs fewest rows: to drop what saves least per byte until the rest
+        fits, and take back what still fits; to take what saves most as long as it fits; or the largest first.
         """
+        return min(self._refilled(self._thinned()), self._refilled([]), self._in_order(), key=self.rows)
+
+    def _thinned(self) -> list[ShapeKey]:
         kept = list(self.keys)
         while self.bytes(kept) > self.limit:
             freed = {key: self._freed(kept, key) for key in kept}
             useful = [key for key in kept if freed[key] > 0]
             if not useful:
-                break
+                return []
             kept.remove(min(useful, key=lambda key: (self.saving(kept, key) / freed[key], -freed[key])))
-        return self._refilled(kept)
+        return kept
+
+    def _in_order(self) -> list[ShapeKey]:
+        kept: list[ShapeKey] = []
+        for key in self.keys:
+            if self.bytes([*kept, key]) <= self.limit:
+                kept.append(key)
+        return kept
 
     def _refilled(self, kept: list[ShapeKey]) -> list[ShapeKey]:
         while True:
@@ -55,6 +66,17 @@ class Budget:
             if not options:
                 return kept
             kept = max(options, key=lambda option: option[0])[1]
+
+    def rows(self, kept: Sequence[ShapeKey]) -> int:
+        """Rows that all sizes of all families cost with *kept*."""
+        total, eager = 0, 2 * self.keys[0].size
+        for family in {key.family for key in self.keys}:
+            below = 0
+            for size in sorted(key.size for key in kept if key.family == family):
+                total += (size - below) * size
+                below = size
+            total += (self.keys[0].size - below) * eager
+        return total
 
     def bytes(self, kept: Sequence[ShapeKey]) -> int:
         """What *kept*, largest first, is expected to take."""
