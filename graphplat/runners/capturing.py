@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -11,6 +11,7 @@ from graphplat import guard
 from graphplat.budget import Budget
 from graphplat.errors import CaptureError
 from graphplat.hookspecs import CaptureProgress
+from graphplat.outputs import GraphOutput
 from graphplat.peers import Cost, Outcome
 from graphplat.report import Reason, ShapeReport
 from graphplat.runners import fitting
@@ -191,6 +192,24 @@ def _prepare(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, ForwardBa
     except Exception as error:
         raise runner.backend._error(CaptureError, "the capture could not be prepared", key, error) from error
     return inputs, batch, installed_tensors(before, batch)
+
+
+def place_output(runner: GraphRunner, key: ShapeKey, output: Any) -> GraphOutput:
+    """Put a captured output's rows where all graphs of the pool put theirs."""
+    axes = runner.eager_runner.row_axes(key)
+    shared, addresses = runner.eager_runner.shared_leaves(key), runner.watch.pointers()
+    aliases = runner.platform.capabilities.memory_aliases
+
+    def persistent(path: str, leaf: torch.Tensor) -> bool:
+        if path in shared or leaf.data_ptr() in addresses or runner.context.arena.contains(leaf):
+            return True
+        returned = runner.backend.returned_before(leaf)
+        # What was left in place is never written by another graph, so a doubt costs no copy there.
+        return not aliases if returned is None else returned
+
+    stores = runner.context.shared_output
+    place = stores.leave if aliases else stores.place
+    return GraphOutput(place(output, axes, persistent), axes, key)
 
 
 def _admit(runner: GraphRunner, key: ShapeKey, inputs: BoundInputs, captured: CapturedShape) -> None:

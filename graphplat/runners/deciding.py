@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from graphplat import buckets as ladders
-from graphplat.errors import InputError, WeightsMovedError
+from graphplat.errors import InputError, ReplayError, WeightsMovedError
 from graphplat.report import Decision, Reason
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from graphplat.keys import Family, ShapeKey
     from graphplat.peers import PeerAgreement
     from graphplat.runners.base import CheckedBatch
-    from graphplat.runners.graph import GraphRunner
+    from graphplat.runners.graph import Entry, GraphRunner
 
 _NONE: Any = object()
 
@@ -114,15 +114,30 @@ def find(runner: GraphRunner, size: int, family: Family) -> Decision:
     return missed or Decision(reason=Reason.OPTIONAL_INPUTS, detail=absent)
 
 
-def find_named(
-    runner: GraphRunner, size: int, variant: str | None, present: frozenset[str], host: Mapping[str, Any]
-) -> Decision:
-    """The shape that holds *size* of the family so named; host constants left out are the first captured."""
+def held(
+    runner: GraphRunner,
+    size: int,
+    requests: int,
+    kind: tuple[str | None, frozenset[str]],
+    host: Mapping[str, Any],
+) -> Entry:
+    """The captured shape of a batch of *size* and *requests*, with variant and present inputs of *kind*.
+
+    Host constants left out are the first ones captured. Raises :class:`ReplayError` if there is none.
+    """
     first = {path: runner.spec.hosts[path].capture_values[0] for path in runner.fixed_hosts}
     if unknown := sorted(host.keys() - first.keys()):
         raise InputError(f"no host constants {unknown}", phase=runner.phase, hint=f"Declared: {[*first]}")
     fitted = fit_hosts(runner, first | dict(host))
-    return fitted if isinstance(fitted, Decision) else find(runner, size, (variant, present, fitted))
+    decision = fitted if isinstance(fitted, Decision) else find(runner, size, (*kind, fitted))
+    entry = None if decision.key is None else runner.entries.get(decision.key)
+    if entry is None or requests > entry.key.requests:
+        raise ReplayError(
+            f"no captured bucket holds {size}" + (f": {decision.detail}" if decision.detail else ""),
+            phase=runner.phase,
+            hint=f"Captured: {list(runner.buckets)}",
+        )
+    return entry
 
 
 def decide_with_peers(runner: GraphRunner, batch: ForwardBatch) -> tuple[CheckedBatch, Decision]:
@@ -184,6 +199,15 @@ def zero_rows(runner: GraphRunner, key: ShapeKey, checked: CheckedBatch) -> dict
             shape, device = spec.shape(0, 0), runner.context.arena.device
             leaves[path] = torch.full(shape, fill, dtype=spec.dtype, device=device)
     return leaves
+
+
+def host_values(runner: GraphRunner, key: ShapeKey, checked: CheckedBatch) -> dict[str, list[int]]:
+    """What the host arguments of *key*'s graph become, padded rows included."""
+    values = {}
+    for path in runner.update_paths:
+        rule, given = runner.spec.hosts[path], list(checked.leaves[path])
+        values[path] = given + [rule.fill] * (rule.rows(key.requests, key.tokens) - len(given))
+    return values
 
 
 def check_weights(runner: GraphRunner, decision: Decision) -> Decision:

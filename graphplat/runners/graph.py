@@ -13,12 +13,12 @@ from graphplat import tree
 from graphplat.backends import make_backend
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.buffers import BoundInputs, bind_inputs
-from graphplat.errors import GraphplatError, ReplayError
+from graphplat.errors import GraphplatError
 from graphplat.outputs import GraphOutput, copy_output
 from graphplat.report import Decision, Reason, RunnerStats
 from graphplat.runners import deciding
 from graphplat.runners.base import BaseRunner, CheckedBatch
-from graphplat.runners.capturing import capture_on_use, capture_planned
+from graphplat.runners.capturing import capture_on_use, capture_planned, place_output
 from graphplat.runners.fitting import warn_if_short
 from graphplat.runners.planning import CapturePlan
 from graphplat.runners.steps import StepPlan
@@ -120,14 +120,7 @@ class GraphRunner(BaseRunner):
         """
         decode = self.phase is Phase.DECODE
         requests = (size if decode else 1) if requests is None else requests
-        decision = deciding.find_named(self, size, variant, frozenset(present), host or {})
-        entry = None if decision.key is None else self.entries.get(decision.key)
-        if entry is None or requests > entry.key.requests:
-            raise ReplayError(
-                f"no captured bucket holds {size}" + (f": {decision.detail}" if decision.detail else ""),
-                phase=self.phase,
-                hint=f"Captured: {list(self.buckets)}",
-            )
+        entry = deciding.held(self, size, requests, (variant, frozenset(present)), host or {})
         return entry.inputs.head(requests, requests * entry.key.tokens_per_request if decode else size)
 
     def device_graphs(self) -> dict[ShapeKey, Sequence[Any]]:
@@ -135,11 +128,7 @@ class GraphRunner(BaseRunner):
         return {key: self.backend.device_graphs(key) for key in self.entries}
 
     def explain(self, batch: ForwardBatch) -> Decision:
-        """What :meth:`execute` would do with *batch* on this rank alone.
-
-        ``WEIGHTS_MOVED`` where a moved weight keeps graphs from being replayed, also under
-        ``weights="raise"``, where :meth:`execute` raises :class:`WeightsMovedError`.
-        """
+        """What :meth:`execute` would do on this rank alone; ``WEIGHTS_MOVED`` also where it raises that."""
         checked = self.checker.check(batch)
         decision = deciding.decide(self, batch, checked, self.size_of(batch))
         if decision.is_graph and self.config.weights in ("eager", "raise") and (moved := self.watch.moved()):
@@ -285,7 +274,7 @@ class GraphRunner(BaseRunner):
         leaves = checked.leaves if requests else deciding.zero_rows(self, key, checked)
         entry.inputs.load(leaves, requests, tokens)
         if self.update_paths:
-            self.backend.replay_updated(key, self._host_values(key, checked), batch)
+            self.backend.replay_updated(key, deciding.host_values(self, key, checked), batch)
         else:
             self.backend.replay(key, batch)
         decision = Decision(key=key)
@@ -299,32 +288,11 @@ class GraphRunner(BaseRunner):
             return copy_output(view)
         return view if isinstance(view, torch.Tensor) else tree.map_leaves(lambda _, leaf: leaf, view)
 
-    def _host_values(self, key: ShapeKey, checked: CheckedBatch) -> dict[str, list[int]]:
-        """What the graph's host arguments become, padded rows included."""
-        values = {}
-        for path in self.update_paths:
-            rule, given = self.spec.hosts[path], list(checked.leaves[path])
-            values[path] = given + [rule.fill] * (rule.rows(key.requests, key.tokens) - len(given))
-        return values
-
     # Capturing
 
     def place(self, key: ShapeKey, output: Any) -> GraphOutput:
         """Put a captured output's rows where all graphs of the pool put theirs."""
-        axes = self.eager_runner.row_axes(key)
-        shared, addresses = self.eager_runner.shared_leaves(key), self.watch.pointers()
-        aliases = self.platform.capabilities.memory_aliases
-
-        def persistent(path: str, leaf: torch.Tensor) -> bool:
-            if path in shared or leaf.data_ptr() in addresses or self.context.arena.contains(leaf):
-                return True
-            returned = self.backend.returned_before(leaf)
-            # What was left in place is never written by another graph, so a doubt costs no copy there.
-            return not aliases if returned is None else returned
-
-        stores = self.context.shared_output
-        place = stores.leave if aliases else stores.place
-        return GraphOutput(place(output, axes, persistent), axes, key)
+        return place_output(self, key, output)
 
     def bind(self, key: ShapeKey) -> BoundInputs:
         """The static inputs of *key*, filled."""
