@@ -8,7 +8,7 @@ that must fail on it. Importing ``broken_replays``, ``broken_captures``, ``broke
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -27,7 +27,8 @@ class Fault:
     """One way to be wrong, and the tests that notice."""
 
     name: str
-    caught_by: tuple[str, ...]
+    caught_by: Mapping[str, str]
+    """The tests, each with a pattern of the ``TypeName: message`` that it fails with."""
     platform: Callable[[Base], Base]
     decode_runner: Callable[..., BaseRunner] | None = None
     eager_runner: Callable[..., EagerRunner] | None = None
@@ -40,8 +41,11 @@ FAULTS: dict[str, Fault] = {}
 """Every fault by name."""
 
 
-def fault(*caught_by: str, needs: Needs = "", deferred: bool = False) -> Callable[[Any], Any]:
-    """Register a function that derives a broken platform class from a sound one."""
+def fault(*, needs: Needs = "", deferred: bool = False, **caught_by: str) -> Callable[[Any], Any]:
+    """Register a function that derives a broken platform class from a sound one.
+
+    *caught_by* are the tests that must fail on it, as in :class:`Fault`.
+    """
 
     def add(make: Callable[[Base], Base]) -> Callable[[Base], Base]:
         FAULTS[make.__name__] = Fault(make.__name__, caught_by, make, needs=needs, deferred=deferred)
@@ -50,7 +54,7 @@ def fault(*caught_by: str, needs: Needs = "", deferred: bool = False) -> Callabl
     return add
 
 
-def runner_fault(*caught_by: str) -> Callable[[Any], Any]:
+def runner_fault(**caught_by: str) -> Callable[[Any], Any]:
     """Register a decode runner that is broken, as a vendor's own one may be."""
 
     def add(runner: Any) -> Any:

@@ -14,8 +14,8 @@ from graphplat.testing.broken import Base, fault
 
 
 @fault(
-    "test_a_stream_is_restored_however_the_body_ends",
-    "test_a_capture_leaves_things_as_they_were",
+    test_a_stream_is_restored_however_the_body_ends="AssertionError: after a body that ended well",
+    test_a_capture_leaves_things_as_they_were="AssertionError: another stream was left current",
     needs="streams",
 )
 def unrestored_stream(base: Base) -> Base:
@@ -31,9 +31,9 @@ def unrestored_stream(base: Base) -> Base:
 
 
 @fault(
-    "test_streams_can_be_ordered",
-    "test_a_side_stream_that_joins_is_captured",
-    "test_side_streams_are_joined_before_a_segment_ends",
+    test_streams_can_be_ordered="AssertionError: read before the other stream was waited for",
+    test_a_side_stream_that_joins_is_captured="AssertionError: 8 rows",
+    test_side_streams_are_joined_before_a_segment_ends="AssertionError: 8 rows",
     needs="streams",
     deferred=True,
 )
@@ -47,7 +47,7 @@ def lost_order(base: Base) -> Base:
     return Broken
 
 
-@fault("test_a_side_stream_that_never_joins_is_refused", needs="streams")
+@fault(test_a_side_stream_that_never_joins_is_refused="Failed: DID NOT RAISE .*CaptureError", needs="streams")
 def swallowed_end(base: Base) -> Base:
     """Swallows the error that ends an invalid capture."""
 
@@ -59,7 +59,11 @@ def swallowed_end(base: Base) -> Base:
     return Broken
 
 
-@fault("test_synchronize_waits_for_asynchronous_copies", needs="counters", deferred=True)
+@fault(
+    test_synchronize_waits_for_asynchronous_copies="AssertionError: the copy had not arrived",
+    needs="counters",
+    deferred=True,
+)
 def no_synchronize(base: Base) -> Base:
     """Returns from a synchronize at once."""
 
@@ -70,7 +74,10 @@ def no_synchronize(base: Base) -> Base:
     return Broken
 
 
-@fault("test_every_size_equals_the_reference", needs="api")
+@fault(
+    test_every_size_equals_the_reference="CaptureError: .*device synchronization: operation not permitted",
+    needs="api",
+)
 def wrong_device_sync(base: Base) -> Base:
     """Synchronizes the device inside a capture."""
 
@@ -82,7 +89,10 @@ def wrong_device_sync(base: Base) -> Base:
     return Broken
 
 
-@fault("test_every_size_equals_the_reference", needs="api")
+@fault(
+    test_every_size_equals_the_reference="CaptureError: .*unexpected keyword argument 'error_mode'",
+    needs="api",
+)
 def wrong_keyword(base: Base) -> Base:
     """Gives the device's graph a keyword that it does not know."""
 
@@ -93,7 +103,10 @@ def wrong_keyword(base: Base) -> Base:
     return Broken
 
 
-@fault("test_other_threads_may_use_the_device_during_a_capture", needs="api")
+@fault(
+    test_other_threads_may_use_the_device_during_a_capture="CaptureError: .*allocation: .* not permitted",
+    needs="api",
+)
 def process_wide_capture(base: Base) -> Base:
     """Declares thread-local captures and begins one that forbids other threads the device."""
 
@@ -108,9 +121,9 @@ def process_wide_capture(base: Base) -> Base:
 
 
 @fault(
-    "test_updated_host_values_count_at_each_replay",
-    "test_an_update_that_reaches_nothing_is_an_error",
-    "test_a_failing_update_reaches_the_caller",
+    test_updated_host_values_count_at_each_replay="AssertionError: lengths .* of step 0 were not used",
+    test_an_update_that_reaches_nothing_is_an_error="Failed: DID NOT RAISE .*Exception",
+    test_a_failing_update_reaches_the_caller="Failed: DID NOT RAISE .*Exception",
     needs="updates",
 )
 def stale_update(base: Base) -> Base:
@@ -125,7 +138,9 @@ def stale_update(base: Base) -> Base:
     return Broken
 
 
-@fault("test_without_updates_such_batches_run_eagerly", needs="no_updates")
+@fault(
+    test_without_updates_such_batches_run_eagerly="Failed: DID NOT RAISE .*GraphplatError", needs="no_updates"
+)
 def ignored_update(base: Base) -> Base:
     """Accepts updates that it cannot do."""
 

@@ -14,7 +14,7 @@ from graphplat.testing.broken import Base, fault
 # What a platform declares and tells
 
 
-@fault("test_it_serves_its_device_type")
+@fault(test_it_serves_its_device_type="AssertionError: assert True is False")
 def always_capturing(base: Base) -> Base:
     """Says that it captures when it does not."""
 
@@ -25,7 +25,7 @@ def always_capturing(base: Base) -> Base:
     return Broken
 
 
-@fault("test_capabilities_do_not_contradict_each_other")
+@fault(test_capabilities_do_not_contradict_each_other="AssertionError: needs graph_capture")
 def breakable_without_graphs(base: Base) -> Base:
     """Declares what needs graphs without declaring graphs."""
 
@@ -35,7 +35,7 @@ def breakable_without_graphs(base: Base) -> Base:
     return Broken
 
 
-@fault("test_memory_figures_make_sense")
+@fault(test_memory_figures_make_sense="AssertionError: assert 2 <= 1")
 def more_free_than_there_is(base: Base) -> Base:
     """Mixes up free and total bytes."""
 
@@ -46,7 +46,10 @@ def more_free_than_there_is(base: Base) -> Base:
     return Broken
 
 
-@fault("test_the_random_state_can_be_put_back", "test_random_numbers_are_drawn_anew")
+@fault(
+    test_the_random_state_can_be_put_back="AssertionError: assert False",
+    test_random_numbers_are_drawn_anew="AssertionError: the state was not honoured",
+)
 def lost_random_state(base: Base) -> Base:
     """Does not put random state back."""
 
@@ -57,7 +60,7 @@ def lost_random_state(base: Base) -> Base:
     return Broken
 
 
-@fault("test_a_capture_leaves_things_as_they_were")
+@fault(test_a_capture_leaves_things_as_they_were="AssertionError: changed torch .*: torch.Tensor.cpu")
 def patches_torch(base: Base) -> Base:
     """Replaces a function of torch while it captures, and leaves it replaced."""
 
@@ -73,16 +76,16 @@ def patches_torch(base: Base) -> Base:
 
 
 @fault(
-    "test_every_size_equals_the_reference",
-    "test_replays_read_fresh_inputs",
-    "test_inputs_may_come_from_the_host",
-    "test_weights_updated_in_place_are_seen",
-    "test_random_numbers_are_drawn_anew",
-    "test_eager_parts_run_between_segments",
-    "test_fifty_cycles_leave_counts_constant",
-    "test_a_platforms_graph_replays_on_its_own",
-    "test_nested_and_keyword_inputs_are_refreshed",
-    "test_every_output_comes_back_cut",
+    test_every_size_equals_the_reference="AssertionError: for 1 rows",
+    test_replays_read_fresh_inputs="AssertionError: step 0",
+    test_inputs_may_come_from_the_host="AssertionError: from the host, step 0",
+    test_weights_updated_in_place_are_seen="AssertionError: after an update in place",
+    test_random_numbers_are_drawn_anew="AssertionError: (two replays drew the same|the state was not)",
+    test_eager_parts_run_between_segments="AssertionError: 8 rows",
+    test_fifty_cycles_leave_counts_constant="AssertionError: the 51st capture",
+    test_a_platforms_graph_replays_on_its_own="AssertionError: the captured in-place operator ran once more",
+    test_nested_and_keyword_inputs_are_refreshed="AssertionError: step 0",
+    test_every_output_comes_back_cut="AssertionError: field y",
 )
 def stale_replay(base: Base) -> Base:
     """Never launches a graph: results are those of the capture."""
@@ -94,7 +97,10 @@ def stale_replay(base: Base) -> Base:
     return Broken
 
 
-@fault("test_interleaved_buckets_do_not_disturb_each_other", "test_memory_that_crosses_a_break_is_not_reused")
+@fault(
+    test_interleaved_buckets_do_not_disturb_each_other="AssertionError: step 1 of 8 rows",
+    test_memory_that_crosses_a_break_is_not_reused="AssertionError: 8 rows",
+)
 def wrong_graph(base: Base) -> Base:
     """Launches the graph that was captured last, whichever is asked for."""
 
@@ -111,7 +117,7 @@ def wrong_graph(base: Base) -> Base:
     return Broken
 
 
-@fault("test_random_numbers_are_drawn_anew")
+@fault(test_random_numbers_are_drawn_anew="AssertionError: two replays drew the same numbers")
 def frozen_noise(base: Base) -> Base:
     """Draws the same numbers at every replay."""
 
@@ -130,7 +136,10 @@ def frozen_noise(base: Base) -> Base:
     return Broken
 
 
-@fault("test_private_generators_can_be_captured", needs="generators")
+@fault(
+    test_private_generators_can_be_captured="AssertionError: two replays drew the same numbers",
+    needs="generators",
+)
 def frozen_generators(base: Base) -> Base:
     """Draws the same numbers from registered generators at every replay."""
 

@@ -16,7 +16,7 @@ from graphplat.buffers import BoundInputs
 from graphplat.testing.broken import FAULTS, Base, Fault, runner_fault
 
 
-@runner_fault("test_padded_rows_hold_their_fill")
+@runner_fault(test_padded_rows_hold_their_fill="AssertionError: padded rows of x after 5 rows")
 class LostPadding(DecodeGraphRunner):
     """Leaves the rows of earlier batches in the padding."""
 
@@ -31,7 +31,10 @@ class LostPadding(DecodeGraphRunner):
         return Unreset(**{name: getattr(bound, name) for name in ("arena", "key", "fields", "packed")})
 
 
-@runner_fault("test_outputs_survive_later_steps", "test_threads_in_one_runner_never_mix")
+@runner_fault(
+    test_outputs_survive_later_steps="AssertionError: a kept result of 2 rows",
+    test_threads_in_one_runner_never_mix="AssertionError: thread .*, turn ",
+)
 class SharedOutputs(DecodeGraphRunner):
     """Hands out views of the memory that the next step writes, and lets threads in together."""
 
@@ -45,7 +48,10 @@ class SharedOutputs(DecodeGraphRunner):
         return view
 
 
-@runner_fault("test_every_output_comes_back_cut", "test_every_size_equals_the_reference")
+@runner_fault(
+    test_every_output_comes_back_cut="AssertionError: shape .* field y",
+    test_every_size_equals_the_reference="AssertionError: shape .* for 3 rows",
+)
 class UncutOutputs(DecodeGraphRunner):
     """Returns padded rows too."""
 
@@ -58,7 +64,7 @@ class UncutOutputs(DecodeGraphRunner):
         return self.entries[decision.key].output.value
 
 
-@runner_fault("test_nested_and_keyword_inputs_are_refreshed")
+@runner_fault(test_nested_and_keyword_inputs_are_refreshed="AssertionError: step 0")
 class FrozenNestedInputs(DecodeGraphRunner):
     """Copies only top-level tensors in."""
 
@@ -74,7 +80,7 @@ class FrozenNestedInputs(DecodeGraphRunner):
         return TopLevel(**{name: getattr(bound, name) for name in ("arena", "key", "fields", "packed")})
 
 
-@runner_fault("test_replays_read_fresh_inputs")
+@runner_fault(test_replays_read_fresh_inputs="AssertionError: a replay ran the model's Python")
 class RunsPython(DecodeGraphRunner):
     """Runs the model again and calls it a replay."""
 
@@ -84,7 +90,7 @@ class RunsPython(DecodeGraphRunner):
         return self.eager_runner.forward(batch)
 
 
-@runner_fault("test_a_bad_batch_changes_nothing")
+@runner_fault(test_a_bad_batch_changes_nothing="Failed: DID NOT RAISE .*GraphplatError")
 class CastsInputs(DecodeGraphRunner):
     """Casts what has the wrong type, without a word."""
 
@@ -94,7 +100,7 @@ class CastsInputs(DecodeGraphRunner):
         return super().execute(batch)
 
 
-@runner_fault("test_weights_updated_in_place_are_seen")
+@runner_fault(test_weights_updated_in_place_are_seen="AssertionError: after the weight was replaced")
 class IgnoresMovedWeights(DecodeGraphRunner):
     """Never looks whether a weight moved."""
 
@@ -105,7 +111,7 @@ class IgnoresMovedWeights(DecodeGraphRunner):
         self.config = msgspec.structs.replace(self.config, weights="off")
 
 
-@runner_fault("test_release_and_recapture")
+@runner_fault(test_release_and_recapture="AssertionError: graphs outlive their release")
 class NeverReleases(DecodeGraphRunner):
     """Keeps its graphs and goes on replaying them."""
 
@@ -113,7 +119,7 @@ class NeverReleases(DecodeGraphRunner):
         """Nothing."""
 
 
-@runner_fault("test_capture_goes_from_large_to_small")
+@runner_fault(test_capture_goes_from_large_to_small="AssertionError: assert .1, 2, 4, 8. == .8, 4, 2, 1.")
 class SmallestFirst(DecodeGraphRunner):
     """Captures in the order that no pool can serve well."""
 
@@ -124,7 +130,7 @@ class SmallestFirst(DecodeGraphRunner):
         self.ladder = ladder
 
 
-@runner_fault("test_a_limit_on_graphs_keeps_both_ends")
+@runner_fault(test_a_limit_on_graphs_keeps_both_ends="AssertionError: .* for a limit of 3")
 class IgnoresLimit(DecodeGraphRunner):
     """Captures as many graphs as it likes."""
 
@@ -159,7 +165,7 @@ def _with_backend(runner: DecodeGraphRunner, kind: type[FullBackend]) -> None:
     context.backends.append(runner.backend)
 
 
-@runner_fault("test_nothing_is_retained_without_need")
+@runner_fault(test_nothing_is_retained_without_need="AssertionError: assert .16, 16, 16, 16. == .0, 0, 0, 0.")
 class RetainsWithoutNeed(DecodeGraphRunner):
     """Keeps tensors alive for graphs that somebody else owns."""
 
@@ -195,14 +201,14 @@ def _without_graphs(base: Base) -> Base:
 
 FAULTS["WrongEagerRunner"] = Fault(
     "WrongEagerRunner",
-    ("test_without_graphs_steps_run_eagerly",),
+    {"test_without_graphs_steps_run_eagerly": "AssertionError"},
     _without_graphs,
     eager_runner=WrongEagerRunner,
 )
 # A recorded graph of the host owns what it reads by itself; a device's does not.
 FAULTS["ForgetsCaptureInputs"] = Fault(
     "ForgetsCaptureInputs",
-    ("test_capture_only_tensors_live_as_long_as_the_graph",),
+    {"test_capture_only_tensors_live_as_long_as_the_graph": "AssertionError: 0 capture-only tensors"},
     lambda base: base,
     decode_runner=ForgetsCaptureInputs,
     needs="api",

@@ -94,7 +94,8 @@ def test_a_device_that_is_full_captures_less(sim, rig, rows):
     with faults.inject("begin", torch.OutOfMemoryError("full"), nth=3, times=None):
         with pytest.warns(match="too little memory"):
             runner = rig.start(lambda batch: rig.cut(batch.inputs["x"] * 2))
-    assert 8 in runner.buckets or not runner.buckets
+    # The third recording cannot begin: that of bucket 2, or of 4 where each takes two segments.
+    assert runner.buckets == ((8,) if rig.backend == "breakable" else (4, 8))
     for n in (1, 3, 8):
         x = rows(n)
         assert torch.equal(runner.execute(rig.batch(n, x=x)), x * 2)
