@@ -109,6 +109,8 @@ class BoundInputs:
         targets, sources, extents = [], [], []
         for field, whole, shape in zip(self.fields, plan.targets, plan.shapes, strict=True):
             source = leaves[field.path]
+            if source.is_conj() or source.is_neg():
+                source = source.resolve_conj().resolve_neg()
             narrower = source.shape != shape  # in a varying dimension
             target = _corner(field.static, source.shape) if narrower else whole
             extent = tuple(source.shape)

@@ -165,12 +165,15 @@ class CaptureBackend(ReplayBackend):
         A first run at this size may initialise something: it fails, it compiles, or it
         leaves a tensor behind whose memory belongs to the graph. Each is seen from
         outside; then the recording is thrown away and the size is warmed up first. Forwards
-        that kept something at other sizes are not tried.
+        that kept something at other sizes are not tried, nor any once torch's compiler was
+        used, since it would start inside the capture.
         """
         allocated = self.platform.allocated_bytes(self.device)
         if allocated is None or self.context.keeps_memory:
             return None, ""
         frames = guard.compiled_frames()
+        if frames:
+            return None, ""
         try:
             recording, output = self._record_or_clean(key, forward_fn)
         except CaptureError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from typing import Any
 
@@ -54,8 +55,15 @@ def overview() -> None:
 
 
 def main() -> None:
-    """Run the command line; an error of graphplat ends it with status 1 and one message."""
+    """Run the command line; an error of graphplat ends it with status 1 and one message.
+
+    Where ``GRAPHPLAT_SIMULATED`` names a device, it is there for every command.
+    """
     try:
+        if os.environ.get("GRAPHPLAT_SIMULATED"):
+            from graphplat.testing.simulated import install_from_environment
+
+            install_from_environment()
         app()
     except GraphplatError as error:
         print(f"graphplat: {error}", file=sys.stderr)

@@ -161,13 +161,15 @@ class EagerRunner(BaseRunner):
         family = key.phase, key.family
         if family not in self.context.axes:
             platform, device = self.context.platform, self.context.device
-            before = platform.allocated_bytes(device)
-            runs = []
-            for requests, size in self._probe_sizes(key):
-                probe = self.make_key(
+            probes = [
+                self.make_key(
                     key.phase, size, key.variant, frozenset(key.present), key.host, requests=requests
                 )
-                runs.append(((probe.requests, probe.tokens), self._run_dummy(probe)))
+                for requests, size in self._probe_sizes(key)
+            ]
+            self._run_dummy(probes[0])  # what libraries allocate once is no table of the forward's
+            before = platform.allocated_bytes(device)
+            runs = [((probe.requests, probe.tokens), self._run_dummy(probe)) for probe in probes]
             self.context.axes[family] = infer_row_axes(runs), shared_leaves(runs)
             del runs
             # More or less than before: a table for each size, or one that follows the latest.

@@ -275,9 +275,7 @@ def _state(platform: Platform, device: torch.device) -> torch.Tensor:
 
 @pytest.mark.requires("graph_capture", "generators_in_capture")
 def test_private_generators_can_be_captured(platform: Platform, device: torch.device) -> None:
-    """
-    A generator that the runtime names may be drawn from in a graph, anew at each replay.
-    """
+    """A generator that the runtime names may be drawn from in a graph, anew at each replay."""
     generator = _generator(device)
 
     def noisy(runtime: SuiteRuntime, batch: ForwardBatch) -> Any:

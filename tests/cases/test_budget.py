@@ -41,6 +41,8 @@ def test_a_budget_keeps_what_saves_most(rig, rows):
     others are reported and their batches run in larger buckets or eagerly; it is the same choice each time.
     """
     known(rig)
+    if rig.device.type == "cuda":
+        pytest.skip("the allocator reserves blocks larger than all of these graphs")
     ladder = (4, 8, 12, 16)
     for _ in range(2):  # the first one also pays for what stays, such as a stream's workspace
         rig.start(wide(rig), buckets=ladder)

@@ -43,8 +43,8 @@ def test_another_threads_work_is_unharmed_and_harmless(rig, rows, capture):
     """
     Guards against vllm-project/vllm#48053, LibreYOLO/libreyolo#681, roboflow/inference#2866,
     pytorch/pytorch#104555 and InternLM/lmdeploy#2544: a thread that allocates, copies, reads and
-    synchronizes all the while survives captures at start-up and on first use, and they survive it; both
-    have right numbers.
+    synchronizes its stream all the while survives captures at start-up and on first use, and they
+    survive it; both have right numbers.
     """
     if not rig.platform.capabilities.thread_local_capture:
         pytest.skip("captures of this platform bar other threads from the device, and it says so")
@@ -55,7 +55,7 @@ def test_another_threads_work_is_unharmed_and_harmless(rig, rows, capture):
             host = torch.arange(64.0)
             there = host.to(rig.device)
             assert float((there * 2).sum()) == 64 * 63
-            rig.platform.synchronize(there.device)
+            rig.platform.synchronize_stream(rig.platform.current_stream(there.device))
             rounds.append(1)
 
     join = in_thread(busy)

@@ -27,11 +27,12 @@ def test_capture_goes_from_the_largest_to_the_smallest(rig, rows, given):
     """
     Guards against NVIDIA/TensorRT-LLM#3116, lightseekorg/tokenspeed#1065, vllm-project/vllm#5074 and #9724:
     whatever order the user gave, captures descend, share one pool, and write results to one buffer as large
-    as the largest.
+    as the largest, or to the pool where memory can be aliased.
     """
     runner = rig.start(wide(rig), buckets=given)
     assert [shape.key.size for shape in rig.capture.report.shapes] == [64, 8, 4, 2, 1]
-    assert rig.capture.report.output_buffer_bytes == 64 * 3 * 4
+    buffer = 0 if rig.platform.capabilities.memory_aliases else 64 * 3 * 4
+    assert rig.capture.report.output_buffer_bytes == buffer
     x = rows(5)
     assert torch.equal(runner.execute(rig.batch(5, x=x)), rig.eagerly(runner, rig.batch(5, x=x)))
 
