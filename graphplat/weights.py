@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Address = int | tuple[Any, ...]
 Described = tuple[Address, torch.Size, tuple[int, ...], torch.dtype]
 _plain: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_size: Callable[[torch.Tensor], Any] = torch.Tensor.size
+_stride: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 _TURNS = 8
 _FEW = 64
 _END = object()
@@ -31,7 +33,7 @@ def _address(tensor: torch.Tensor) -> Address:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    return tensor.shape, tensor.stride()
+    return tensor.size(), tensor.stride()
 
 
 def _numbers(address: Address) -> Iterator[int]:
@@ -65,7 +67,8 @@ class WeightWatch:
     _has_extras: bool = False
     _empty: list[dict[str, Any]] = attrs.field(factory=list)
     """Dictionaries that held nothing, so that what is added to one is seen."""
-    _layouts: list[tuple[torch.Size, tuple[int, ...]]] = attrs.field(factory=list)
+    _layouts: list[tuple[list[torch.Tensor], list[Any], list[Any]]] = attrs.field(factory=list)
+    """Tensors that are looked at together, their sizes and strides."""
     _turn: int = 0
     _turns: int = 1
     _reshaped: bool = False
@@ -88,8 +91,9 @@ class WeightWatch:
         wrapped = any(hasattr(type(held), "__tensor_flatten__") for held in self._live)
         self._locate = _plain if usual and not wrapped else _address
         self._pointers = list(map(self._locate, self._live))
-        self._layouts = [] if wrapped else list(map(_layout, self._live))
         self._turns = _TURNS if len(self._live) > _FEW else 1
+        shares = [] if wrapped else [self._live[turn :: self._turns] for turn in range(self._turns)]
+        self._layouts = [(share, list(map(_size, share)), list(map(_stride, share))) for share in shares]
         self._reshaped = False
         self._described = self._describe_extras()
         self._has_extras = bool(self._described)
@@ -113,8 +117,8 @@ class WeightWatch:
         if self._reshaped or not self._layouts:
             return not self._reshaped
         self._turn = turn = (self._turn + 1) % self._turns
-        layouts = self._layouts[turn :: self._turns]
-        self._reshaped = list(map(_layout, self._live[turn :: self._turns])) != layouts
+        looked_at, sizes, strides = self._layouts[turn]
+        self._reshaped = list(map(_size, looked_at)) != sizes or list(map(_stride, looked_at)) != strides
         return not self._reshaped
 
     def settle(self) -> str | None:
@@ -152,7 +156,9 @@ class WeightWatch:
         for name, tensor in named:
             if known.get(id(tensor)) != _address(tensor):
                 return name
-        layouts = {id(tensor): layout for tensor, layout in zip(self._live, self._layouts, strict=False)}
+        layouts = {
+            id(t): (size, stride) for share in self._layouts for t, size, stride in zip(*share, strict=True)
+        }
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
             if layouts.get(id(tensor), _layout(tensor)) != _layout(tensor):
                 return name
