@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from graphplat import (
+    CaptureError,
     ContractError,
     GraphplatError,
     InputSpec,
@@ -16,6 +17,7 @@ from graphplat import (
     Platform,
     PlatformCapabilities,
     PlatformError,
+    capture_cuda_graphs,
 )
 
 
@@ -174,3 +176,17 @@ def test_errors_are_of_one_tree() -> None:
     assert str(error) == "it broke [platform 'acme', phase 'decode', bucket 4, field 'x']. Try 3"
     assert str(errors.InputError("alone")) == "alone"
     assert isinstance(errors.InputError("x"), ValueError)
+
+
+def test_an_input_spec_of_another_type_is_told_at_once(runtime: Any) -> None:
+    """A runtime whose input_spec forgets to return gets an error that names it, before anything runs."""
+    made = runtime(lambda batch: batch.inputs["x"])
+    made.input_spec = lambda phase: None
+    with pytest.raises(ContractError, match="must return an InputSpec, found NoneType"):
+        capture_cuda_graphs(model_runner=made)
+
+
+def test_a_forward_that_fails_names_its_line(runtime: Any) -> None:
+    """The error of the first run has platform, phase and bucket, and the line of the runtime's own code."""
+    with pytest.raises(CaptureError, match=r"KeyError: 'y' \(at .*test_contracts.py:\d+"):
+        capture_cuda_graphs(model_runner=runtime(lambda batch: batch.inputs["y"]))

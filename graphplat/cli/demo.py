@@ -31,7 +31,7 @@ def command(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 32,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests at once. Questions of our own fill a batch that prompts do not."),
+        typer.Option(min=1, help="Requests at once. Without prompts, five questions of ours share them."),
     ] = None,
     prefill: Annotated[Prefill, typer.Option(help="How prompts run.")] = "full",
     decode: Annotated[Decode, typer.Option(help="How new tokens run.")] = "full",

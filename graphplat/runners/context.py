@@ -13,6 +13,7 @@ import torch
 from graphplat import guard
 from graphplat.arena import StaticArena
 from graphplat.batch import ForwardBatch, Phase
+from graphplat.errors import ContractError
 from graphplat.inputs import InputSpec
 from graphplat.outputs import GraphSharedOutput, RowAxis
 from graphplat.peers import Cost, PeerAgreement
@@ -170,7 +171,13 @@ class RunnerContext:
     def spec(self, phase: Phase) -> InputSpec:
         """The input spec of *phase*, asked for once."""
         if phase not in self._specs:
-            self._specs[phase] = self.model_runner.input_spec(phase)
+            spec = self.model_runner.input_spec(phase)
+            if not isinstance(spec, InputSpec):
+                raise ContractError(
+                    f"{type(self.model_runner).__qualname__}.input_spec({phase}) must return an InputSpec, "
+                    f"found {type(spec).__name__}"
+                )
+            self._specs[phase] = spec
         return self._specs[phase]
 
     def dummy_batch(self, key: ShapeKey, tensors: dict[str, torch.Tensor]) -> ForwardBatch:

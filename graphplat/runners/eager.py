@@ -97,8 +97,10 @@ class EagerRunner(BaseRunner):
                 self._run_dummy(key)
             except Exception as error:
                 if not guard.is_out_of_memory(error):
+                    where = guard.user_frame(error)
                     raise CaptureError(
-                        f"the first run of the largest batch failed: {type(error).__name__}: {error}",
+                        f"the first run of the largest batch failed: {type(error).__name__}: {error}"
+                        + (f" (at {where})" if where else ""),
                         platform=self.context.platform.name,
                         phase=key.phase,
                         bucket=key.size,
