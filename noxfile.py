@@ -26,6 +26,8 @@ SIMULATED = {"npu": "npu", "musa": "musa", "xpu": "simxpu", "acme": "acme"}
 """The simulated device that stands in for each; torch keeps the name ``xpu`` for itself."""
 KIT = ("-p", "graphplat.testing.plugin")
 """The conformance kit, as a vendor loads it."""
+WORKERS = ("-n", "2")
+"""Processes of pytest; a simulated device is installed in each."""
 BY_DEVICE = ("tests/devices", "tests/conformance", "tests/cases")
 """Tests that run once for each device, in a process of its own."""
 ELSEWHERE = (
@@ -86,7 +88,7 @@ def tests(session: nox.Session, device: str) -> None:
     if device == "cuda":
         _test_cuda(session)
     elif device == "cpu":
-        _pytest(session, *(session.posargs or ("-m", "not cuda", "tests", *ELSEWHERE)))
+        _pytest(session, *(session.posargs or ("-m", "not cuda", "tests", *ELSEWHERE)), *WORKERS)
     else:
         _test_simulated(session, device)
 
@@ -103,7 +105,7 @@ def _test_simulated(session: nox.Session, device: str) -> None:
             install = ("-m", "pip", "install", "--no-deps", "--target", vendor, source)
             session.run(_python(session), *install, external=True, silent=True)
             env["PYTHONPATH"] = vendor
-        _pytest(session, *(session.posargs or folders), **env)
+        _pytest(session, *(session.posargs or folders), *WORKERS, **env)
 
 
 def _test_cuda(session: nox.Session) -> None:
