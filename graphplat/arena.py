@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 import torch
 
+from graphplat import tree
+
 if TYPE_CHECKING:
     from graphplat.buffers import BoundInputs
     from graphplat.platform import Platform
@@ -100,3 +102,14 @@ class StaticArena:
             return False
         storage = tensor.untyped_storage().data_ptr()
         return any(storage == held.untyped_storage().data_ptr() for held in (self._bytes, *self._outgrown))
+
+    def holds(self, leaf: Any) -> bool:
+        """Whether *leaf* is a dense tensor in this arena."""
+        return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and self.contains(leaf)
+
+    def copied_out(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """*inputs* with a copy of every tensor that lies in this arena."""
+        copied: dict[str, Any] = tree.map_leaves(
+            lambda _, leaf: leaf.clone() if self.holds(leaf) else leaf, inputs
+        )
+        return copied

@@ -108,7 +108,6 @@ class Graphed:
 
     def __init__(self, model_runner: FunctionRunner) -> None:
         self._model_runner = model_runner
-        self._hosts = model_runner.input_spec(Phase.DECODE).hosts
         capture = capture_cuda_graphs(model_runner=model_runner)
         self.runner: BaseRunner = capture.decode_runner
         self.report: CaptureReport = capture.report

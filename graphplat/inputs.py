@@ -151,9 +151,6 @@ class HostSpec:
         return {"requests": requests, "tokens": tokens, "requests+1": requests + 1}[self.per]
 
 
-Leaf = TensorSpec | HostSpec
-
-
 class InputSpec:
     """Declares every input of a phase.
 

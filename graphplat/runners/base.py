@@ -77,7 +77,6 @@ class BatchChecker:
         self.device = device
         self.tokens_per_request = tokens_per_request
         self._names = frozenset(spec.fields)
-        self._required = self._names - set(spec.optional)
 
     def check(self, batch: ForwardBatch) -> CheckedBatch:
         """The leaves of *batch*; raises :class:`InputError` naming field, expected and found."""

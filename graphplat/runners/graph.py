@@ -159,7 +159,7 @@ class GraphRunner(BaseRunner):
         if self.context.peers is None:
             checked = self.checker.check(batch)
             decision = deciding.decide(self, batch, checked, self.size_of(batch))
-            if decision.key is not None and self._will_capture(decision.key):
+            if decision.key is not None and self._would_lose(checked, decision.key):
                 batch = self._out_of_buffers(batch)
                 checked = self.checker.check(batch)
         else:
@@ -171,20 +171,16 @@ class GraphRunner(BaseRunner):
             return self._run_eagerly(batch, checked, decision)
         return self._replay(decision.key, batch, checked)
 
-    def _will_capture(self, key: ShapeKey) -> bool:
-        """Whether a step in *key* begins with a capture, which fills the static buffers."""
-        return key not in self.entries or (self.config.weights == "recapture" and bool(self.watch.moved()))
+    def _would_lose(self, checked: CheckedBatch, key: ShapeKey) -> bool:
+        """Whether the batch lies in the static buffers, and a capture in *key* comes first and fills them."""
+        return any(map(self.context.arena.holds, checked.leaves.values())) and (
+            key not in self.entries or (self.config.weights == "recapture" and bool(self.watch.moved()))
+        )
 
     def _out_of_buffers(self, batch: ForwardBatch) -> ForwardBatch:
         """*batch* with copies of what a runtime wrote into the static buffers."""
-        arena = self.context.arena
-
-        def take(_: str, leaf: Any) -> Any:
-            inside = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and arena.contains(leaf)
-            return leaf.clone() if inside else leaf
-
         taken = copy.copy(batch)
-        taken.inputs = tree.map_leaves(take, batch.inputs)
+        taken.inputs = self.context.arena.copied_out(batch.inputs)
         return taken
 
     def _plan_step(self, entry: Entry, decision: Decision, batch: ForwardBatch) -> None:
