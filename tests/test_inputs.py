@@ -185,6 +185,33 @@ def test_every_broken_case_is_tried(rows: Any) -> None:
     assert len(broken(rows)) == 19
 
 
+@pytest.mark.parametrize("value", [{"x": 1}, None, torch.ones(2)], ids=lambda value: type(value).__name__)
+def test_what_is_no_batch_is_told_how_to_make_one(runtime: Any, decode: Any, rows: Any, value: Any) -> None:
+    """The inputs alone, nothing, or a tensor: an InputError that names what came, before anything runs."""
+    runner = capture_cuda_graphs(model_runner=runtime(lambda b: b.inputs["x"] + 1)).decode_runner
+    runner.execute(decode(2, x=rows(2)))
+    for call in (runner.execute, runner.explain, runner.can_run_graph):
+        with pytest.raises(
+            InputError, match=f"expected a ForwardBatch, found {type(value).__name__}"
+        ) as caught:
+            call(value)
+        assert caught.value.phase == "decode"
+        assert 'ForwardBatch(phase="decode", num_requests=' in str(caught.value.hint)
+    assert sum(runner.stats.sizes.values()) == 1
+
+
+def test_a_batch_that_lacks_a_field_is_not_taken_for_another_type(
+    runtime: Any, decode: Any, rows: Any
+) -> None:
+    """An AttributeError that a ForwardBatch raises itself arrives as it is."""
+    runner = capture_cuda_graphs(model_runner=runtime(lambda b: b.inputs["x"] + 1)).decode_runner
+    batch = decode(2, x=rows(2))
+    del batch.num_requests
+    for call in (runner.execute, runner.explain):
+        with pytest.raises(AttributeError, match="num_requests"):
+            call(batch)
+
+
 @pytest.mark.parametrize(
     ("requests", "tokens", "field"),
     [(-1, -1, "num_requests"), (2, 3, "num_tokens"), (True, 1, "num_requests")],

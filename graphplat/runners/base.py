@@ -59,6 +59,16 @@ class BaseRunner(abc.ABC):
         self.capture()
 
 
+def expect_batch(value: object, phase: Phase, error: AttributeError) -> None:
+    """Raise :class:`InputError` from *error*, a read of *value*, if that is no :class:`ForwardBatch`."""
+    if not isinstance(value, ForwardBatch):
+        raise InputError(
+            f"expected a ForwardBatch, found {type(value).__name__}",
+            phase=phase,
+            hint=f'Pass ForwardBatch(phase="{phase}", num_requests=..., num_tokens=..., inputs={{...}})',
+        ) from error
+
+
 @attrs.frozen(eq=False)
 class CheckedBatch:
     """A batch that is what its spec declares, with its leaves at hand."""
@@ -96,6 +106,9 @@ class BatchChecker:
             raise InputError(
                 error.what, phase=self.phase, field=error.field, hint=error.hint, bucket=error.bucket
             ) from error
+        except AttributeError as error:
+            expect_batch(batch, self.phase, error)
+            raise
         return CheckedBatch(leaves, over)
 
     def _check_sizes(self, batch: ForwardBatch) -> None:

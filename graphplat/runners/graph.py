@@ -17,7 +17,7 @@ from graphplat.errors import GraphplatError
 from graphplat.outputs import GraphOutput, copy_output
 from graphplat.report import Decision, Reason, RunnerStats
 from graphplat.runners import deciding
-from graphplat.runners.base import BaseRunner, CheckedBatch
+from graphplat.runners.base import BaseRunner, CheckedBatch, expect_batch
 from graphplat.runners.capturing import capture_on_use, capture_planned, place_output
 from graphplat.runners.fitting import warn_if_short
 from graphplat.runners.planning import CapturePlan
@@ -139,7 +139,11 @@ class GraphRunner(BaseRunner):
         """Replay the graph that holds *batch*, or run eagerly; either is counted in ``stats``."""
         context = self.context
         with context.arena.lock:
-            plan = self._plans.get((batch.num_requests, batch.num_tokens, batch.variant))
+            try:
+                plan = self._plans.get((batch.num_requests, batch.num_tokens, batch.variant))
+            except AttributeError as error:
+                expect_batch(batch, self.phase, error)
+                raise
             if plan is None or batch.phase is not self.phase or (self._watched and self.watch.moved()):
                 return self._execute_checked(batch)
             context.arena.enter_stream()
@@ -223,6 +227,7 @@ class GraphRunner(BaseRunner):
             self._plans.clear()
             self.released = True
             self.context.forget(self.phase)
+            self.watch.forget()
             try:
                 self.backend.cleanup()
             finally:
