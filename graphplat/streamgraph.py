@@ -17,7 +17,7 @@ from typing import Any, ClassVar, cast
 import msgspec
 import torch
 
-from graphplat.errors import PlatformError
+from graphplat.errors import ContractError, PlatformError
 from graphplat.platform import DeviceGraph, MemoryInfo, Platform
 
 
@@ -41,9 +41,22 @@ class StreamGraphApi(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamGraphPlatform(Platform, abstract=True):
-    """A platform whose graphs record the work of one stream."""
+    """A platform whose graphs record the work of one stream.
+
+    Subclasses set ``api`` beside what every :class:`Platform` sets; :class:`ContractError` is
+    raised at class definition without it.
+    """
 
     api: ClassVar[StreamGraphApi]
+
+    def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(abstract=abstract, **kwargs)
+        found = inspect.getattr_static(cls, "api", None)
+        if not abstract and not isinstance(found, (StreamGraphApi, property)):
+            raise ContractError(
+                f"{cls.__qualname__}.api must be a StreamGraphApi, found {found!r}",
+                hint="Write api = StreamGraphApi(module=..., graph_class=...), or pass abstract=True",
+            )
 
     def __init__(self) -> None:
         self._contexts: dict[int, Any] = {}

@@ -19,6 +19,7 @@ from graphplat import (
     PlatformError,
     capture_cuda_graphs,
 )
+from graphplat.streamgraph import StreamGraphApi, StreamGraphPlatform
 
 
 def define(base: type, name: str, members: dict[str, Any], **keywords: Any) -> type:
@@ -118,6 +119,20 @@ def test_a_base_of_platforms_needs_no_name() -> None:
         define(base, "Nameless", {})
     with pytest.raises(ContractError, match="'probe'"):
         define(Platform, "Wrong", {"prob": lambda self: None}, abstract=True)
+
+
+@pytest.mark.parametrize("members", [{}, {"api": None}, {"api": "acme"}, {"api": StreamGraphApi}])
+def test_a_stream_graph_platform_names_its_graph_api(members: dict[str, Any]) -> None:
+    """Without one the class is refused where it is written; a base needs none, a property will do."""
+    with pytest.raises(ContractError, match=r"Acme\.api must be a StreamGraphApi, found"):
+        define(StreamGraphPlatform, "Acme", PLATFORM | members)
+    api = StreamGraphApi(module="acme", graph_class="Graph")
+    base = define(StreamGraphPlatform, "Family", {}, abstract=True)
+    with pytest.raises(ContractError, match=r"Member\.api"):
+        define(base, "Member", PLATFORM)
+    member = define(base, "Member", PLATFORM | {"api": api})
+    assert define(member, "Newer", {}).api is api
+    define(base, "Computed", PLATFORM | {"api": property(lambda self: api)})
 
 
 @pytest.mark.parametrize(
