@@ -63,6 +63,11 @@ class StaticArena:
         """Counts operators that wrote here; the counter is torch's own, of every tensor."""
         return 0 if self._bytes is None else self._bytes._version
 
+    @property
+    def stream(self) -> Any:
+        """The stream of the latest step, which :meth:`enter_stream` made sure of."""
+        return self._last_stream
+
     def reserve(self, nbytes: int) -> None:
         """Hold at least *nbytes*. Layouts already handed out keep their old memory."""
         if nbytes > self.nbytes:

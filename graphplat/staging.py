@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -11,8 +10,8 @@ import torch
 if TYPE_CHECKING:
     from graphplat.buffers import BoundInputs
 
-_memmove = ctypes.memmove
-_SLOTS = 8
+_FEWEST, _MOST = 8, 32
+_RING_BYTES = 1 << 18
 _MOST_SPANS = 1024
 _MOST_BYTES = 1 << 20
 """Larger layouts are copied field by field: the packing would cost more than the launches."""
@@ -24,8 +23,8 @@ class _Slot:
     statics: list[torch.Tensor]
     rows: tuple[int, int] = (0, 0)
     """Requests and tokens that lie here; the rest holds fill values."""
-    spans: dict[tuple[int, int], list[tuple[torch.Tensor, int, int]]] = attrs.field(factory=dict)
-    """Per size: each field's real rows, their address and their bytes."""
+    heads: dict[tuple[int, int], list[torch.Tensor]] = attrs.field(factory=dict)
+    """Each field's real rows, by requests and tokens."""
 
 
 @attrs.define(eq=False)
@@ -38,6 +37,7 @@ class Staging:
     """
 
     bound: BoundInputs
+    _ring: torch.Tensor
     _slots: list[_Slot] = attrs.field(factory=list)
     _events: dict[int, Any] = attrs.field(factory=dict)
     _next: int = 0
@@ -49,55 +49,55 @@ class Staging:
         if not capabilities.pinned_memory or bound.nbytes > _MOST_BYTES or not bound.fields:
             return None
         if bound.staging is None:
-            bound.staging = cls(bound)
+            slots = min(_MOST, max(_FEWEST, _RING_BYTES // max(bound.nbytes, 1))) // 2 * 2
+            with torch.inference_mode(False):
+                ring = torch.zeros(slots, bound.nbytes, dtype=torch.uint8).pin_memory()
+            bound.staging = cls(bound, ring)
         return bound.staging
 
-    def send(
-        self, sources: list[tuple[int, torch.Tensor]], addresses: list[int], requests: int, tokens: int
-    ) -> None:
-        """Pack *sources*, in field order, and copy the whole layout, padded rows included."""
+    def send(self, values: list[torch.Tensor], requests: int, tokens: int) -> None:
+        """Pack *values*, one for each field in order, and copy the whole layout, padded rows included.
+
+        Shapes and types must be those of the fields. Call after ``arena.enter_stream()``.
+        """
         slot = self._free_slot()
         rows = (requests, tokens)
-        spans = slot.spans.get(rows)
-        if spans is None:
-            if len(slot.spans) >= _MOST_SPANS:  # bounds the cache where token counts vary widely
-                slot.spans.clear()
-            spans = slot.spans[rows] = self._heads(slot, requests, tokens)
+        heads = slot.heads.get(rows)
+        if heads is None:
+            if len(slot.heads) >= _MOST_SPANS:  # bounds the cache where token counts vary widely
+                slot.heads.clear()
+            heads = slot.heads[rows] = self._heads(slot, requests, tokens)
         if slot.rows[0] > requests or slot.rows[1] > tokens:
             self._fill(slot)
         slot.rows = rows
-        for (view, target, nbytes), (_, source), address in zip(spans, sources, addresses, strict=True):
-            if source.is_contiguous():
-                # A plain memory copy: shapes and types were compared, and it costs half of copy_().
-                _memmove(target, address, nbytes)
-            else:
-                view.copy_(source)
+        torch._foreach_copy_(heads, values)
         bound = self.bound
+        bound.arena.owner = None  # until all is written
+        bound.packed.copy_(slot.raw, non_blocking=True)
         bound.arena.owner = bound
         bound.rows = rows
-        bound.packed.copy_(slot.raw, non_blocking=True)
         self._fence()
 
     def _free_slot(self) -> _Slot:
         index = self._next
         if index == len(self._slots):
-            self._slots.append(self._make_slot())
-        elif index % (_SLOTS // 2) == 0 and (event := self._events.pop(index, None)) is not None:
+            self._slots.append(self._make_slot(index))
+        elif self._events and (event := self._events.pop(index, None)) is not None:
             self.bound.arena.platform.synchronize_event(event)
         return self._slots[index]
 
     def _fence(self) -> None:
-        half = _SLOTS // 2
+        half = len(self._ring) // 2
         self._next += 1
         if self._next % half == 0:
-            platform, device = self.bound.arena.platform, self.bound.arena.device
-            self._events[self._next - half] = platform.record_event(platform.current_stream(device))
-            self._next %= _SLOTS
+            arena = self.bound.arena
+            self._events[self._next - half] = arena.platform.record_event(arena.stream)
+            self._next %= 2 * half
 
-    def _make_slot(self) -> _Slot:
+    def _make_slot(self, index: int) -> _Slot:
+        statics, offset = [], 0
         with torch.inference_mode(False):
-            raw = torch.zeros(self.bound.nbytes, dtype=torch.uint8).pin_memory()
-            statics, offset = [], 0
+            raw = self._ring[index]
             for field in self.bound.fields:
                 size = field.static.numel() * field.static.element_size()
                 view = raw[offset : offset + size].view(field.static.dtype).view(field.static.shape)
@@ -111,10 +111,10 @@ class Staging:
         for field, static in zip(self.bound.fields, slot.statics, strict=True):
             static.fill_(field.fill)
 
-    def _heads(self, slot: _Slot, requests: int, tokens: int) -> list[tuple[torch.Tensor, int, int]]:
+    def _heads(self, slot: _Slot, requests: int, tokens: int) -> list[torch.Tensor]:
         heads = []
         with torch.inference_mode(False):
             for field, static in zip(self.bound.fields, slot.statics, strict=True):
                 rows = field.spec.rows(requests, tokens)
                 heads.append(static if rows is None else static[:rows])
-        return [(head, head.data_ptr(), head.nbytes) for head in heads]
+        return heads

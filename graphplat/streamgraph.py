@@ -226,6 +226,8 @@ class StreamGraphPlatform(Platform, abstract=True):
                 self.capture_end(graph)
         except Exception:  # noqa: BLE001 - an invalidated capture always ends with an error
             sound = False
+            if self.is_capturing():  # it failed before it reached the device, which must not go on recording
+                graph.capture_end()
         if not sound:
             self._after_invalid(graph, pool, stream)
         graph.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import operator
 from collections.abc import Callable, Iterator
@@ -20,8 +21,6 @@ _size: Callable[[torch.Tensor], Any] = torch.Tensor.size
 _stride: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 _TURNS = 8
 _FEW = 64
-_END = object()
-_MARK = (_END,)
 
 
 def _address(tensor: torch.Tensor) -> Address:
@@ -32,8 +31,8 @@ def _address(tensor: torch.Tensor) -> Address:
     return tensor.data_ptr()
 
 
-def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    return tensor.size(), tensor.stride()
+def _describe(tensor: torch.Tensor) -> Described:
+    return _address(tensor), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _numbers(address: Address) -> Iterator[int]:
@@ -48,8 +47,9 @@ class WeightWatch:
     """Remembers submodules, parameters, buffers and extra tensors: which objects, at which addresses.
 
     In-place updates keep both and need nothing. A replaced submodule, a rebound parameter, a
-    swapped ``.data`` or a replaced extra changes one of them. Comparing runs in C over live
-    views of the modules' dictionaries, so that a step can afford it.
+    swapped ``.data`` or a replaced extra changes one of them. Comparing runs in C over what the
+    modules' dictionaries hold, so that a step can afford it. What was replaced stays alive until
+    the next step finds it, or until :meth:`forget`.
 
     Where there are more than 64 tensors, one that got other sizes or strides at its old address
     (``w.data = w.data.t()``) is found within eight steps: comparing those of every tensor at
@@ -58,56 +58,59 @@ class WeightWatch:
 
     model_runner: ModelRunner
     _model: torch.nn.Module | None = None
-    _views: list[Any] = attrs.field(factory=list)
+    _holders: tuple[dict[str, Any], ...] = ()
+    """Parameters, buffers and submodules of every module; empty ones too, since something may be added."""
     _held: list[Any] = attrs.field(factory=list)
+    _live: list[torch.Tensor] = attrs.field(factory=list)
     _pointers: list[Address] = attrs.field(factory=list)
     _locate: Callable[[torch.Tensor], Address] = _plain
-    _live: list[torch.Tensor] = attrs.field(factory=list)
-    _described: dict[str, Described] = attrs.field(factory=dict)
-    _has_extras: bool = False
-    _empty: list[dict[str, Any]] = attrs.field(factory=list)
-    """Dictionaries that held nothing, so that what is added to one is seen."""
     _layouts: list[tuple[list[torch.Tensor], list[Any], list[Any]]] = attrs.field(factory=list)
     """Tensors that are looked at together, their sizes and strides."""
     _turn: int = 0
-    _turns: int = 1
     _reshaped: bool = False
     """A layout was found changed; kept until :meth:`remember`, since only some are looked at each time."""
+    _extras: dict[str, Described] = attrs.field(factory=dict)
+    _named: dict[str, Described] = attrs.field(factory=dict)
+    """For saying which of them moved."""
 
     def remember(self) -> None:
         """Take the present state as what the graphs have baked in."""
         self._model = self.model_runner.model
-        holders = [
+        self._holders = tuple(
             holder
             for module in self._model.modules()
             for holder in (module._parameters, module._buffers, module._modules)
-        ]
-        self._views = [holder.values() for holder in holders if holder]
-        self._empty = [holder for holder in holders if not holder]
-        # The end mark shows an entry that was added or taken away behind all others.
-        self._held = [*itertools.chain.from_iterable(self._views), _END]
+        )
+        self._held = gc.get_referents(*self._holders)
         self._live = [held for held in self._held if isinstance(held, torch.Tensor)]
         usual = all(type(held).data_ptr is torch.Tensor.data_ptr for held in self._live)
         wrapped = any(hasattr(type(held), "__tensor_flatten__") for held in self._live)
         self._locate = _plain if usual and not wrapped else _address
         self._pointers = list(map(self._locate, self._live))
-        self._turns = _TURNS if len(self._live) > _FEW else 1
-        shares = [] if wrapped else [self._live[turn :: self._turns] for turn in range(self._turns)]
+        turns = _TURNS if len(self._live) > _FEW else 1
+        shares = [] if wrapped else [self._live[turn::turns] for turn in range(turns)]
         self._layouts = [(share, list(map(_size, share)), list(map(_stride, share))) for share in shares]
-        self._reshaped = False
-        self._described = self._describe_extras()
-        self._has_extras = bool(self._described)
+        self._turn, self._reshaped = 0, False
+        self._extras = self._describe_extras()
+        self._named = self._describe_named()
+
+    def forget(self) -> None:
+        """Hold no tensor, where no graph is left."""
+        self._model, self._holders = None, ()
+        self._held, self._live, self._pointers, self._layouts = [], [], [], []
+        self._extras, self._named = {}, {}
 
     def moved(self) -> str | None:
         """What moved since :meth:`remember`, by name, or ``None``."""
-        now = itertools.chain(itertools.chain.from_iterable(self._views), _MARK)
+        # Reads all dictionaries in one call. All that matters of its result is that it stays the same.
+        held = gc.get_referents(*self._holders)
         if (
             self.model_runner.model is self._model
-            and all(map(operator.is_, now, self._held))
+            and len(held) == len(self._held)
+            and all(map(operator.is_, held, self._held))
             and list(map(self._locate, self._live)) == self._pointers
-            and not any(self._empty)
             and self._same_layouts()
-            and (not self._has_extras or self._describe_extras() == self._described)
+            and self._describe_extras() == self._extras
         ):
             return None
         return self._name_moved()
@@ -116,7 +119,7 @@ class WeightWatch:
         """Compare sizes and strides: of all tensors, or of every eighth and of others at each call."""
         if self._reshaped or not self._layouts:
             return not self._reshaped
-        self._turn = turn = (self._turn + 1) % self._turns
+        self._turn = turn = (self._turn + 1) % len(self._layouts)
         looked_at, sizes, strides = self._layouts[turn]
         self._reshaped = list(map(_size, looked_at)) != sizes or list(map(_stride, looked_at)) != strides
         return not self._reshaped
@@ -131,38 +134,31 @@ class WeightWatch:
 
     def _any_lost(self) -> bool:
         """Whether a remembered tensor is no longer there, or lies elsewhere."""
-        model, extras = self.model_runner.model, self._describe_extras()
-        there = {id(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
-        known = zip(self._live, self._pointers, strict=True)
-        return any(id(tensor) not in there or _address(tensor) != where for tensor, where in known) or any(
-            extras.get(name) != described for name, described in self._described.items()
-        )
+        there = self._describe_named() | self._describe_extras()
+        known = self._named | self._extras
+        return any(there.get(name) != described for name, described in known.items())
 
     def pointers(self) -> set[int]:
         """The addresses of all watched tensors."""
-        found = [*self._pointers, *(address for address, *_ in self._described.values())]
+        found = [*self._pointers, *(address for address, *_ in self._extras.values())]
         return set(itertools.chain.from_iterable(map(_numbers, found)))
 
     def _describe_extras(self) -> dict[str, Described]:
         extras = self.model_runner.extra_tensors()
-        return {name: (_address(t), t.shape, t.stride(), t.dtype) for name, t in extras.items()}
+        return {name: _describe(tensor) for name, tensor in extras.items()} if extras else {}
+
+    def _describe_named(self) -> dict[str, Described]:
+        model = self.model_runner.model
+        named = itertools.chain(
+            model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+        )
+        return {name: _describe(tensor) for name, tensor in named}
 
     def _name_moved(self) -> str:
-        known = {id(tensor): pointer for tensor, pointer in zip(self._live, self._pointers, strict=True)}
-        model = self.model_runner.model
-        if model is not self._model:
+        if self.model_runner.model is not self._model:
             return "the model"
-        named = itertools.chain(model.named_parameters(), model.named_buffers())
-        for name, tensor in named:
-            if known.get(id(tensor)) != _address(tensor):
+        known = self._named | self._extras
+        for name, described in (self._describe_named() | self._describe_extras()).items():
+            if known.get(name) != described:
                 return name
-        layouts = {
-            id(t): (size, stride) for share in self._layouts for t, size, stride in zip(*share, strict=True)
-        }
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            if layouts.get(id(tensor), _layout(tensor)) != _layout(tensor):
-                return name
-        for name, described in self._describe_extras().items():
-            if self._described.get(name) != described:
-                return name
-        return "a submodule, parameter, buffer or extra tensor that was added or is gone"
+        return "a submodule, parameter, buffer or extra tensor that was replaced or is gone"

@@ -420,7 +420,7 @@ def test_a_forward_hook_is_never_in_a_graph(device: torch.device, when: Any) -> 
     def step(n: int) -> float:
         x = torch.ones(n, 3, device=device)
         batch = ForwardBatch(phase=Phase.DECODE, num_requests=n, num_tokens=n, inputs={"x": x})
-        return float(runner.execute(batch).mean())
+        return float(runner.execute(batch).sum()) / (3 * n)  # a mean may be rounded
 
     for _ in range(2):
         assert [step(n) for n in (2, 3, 4, 2)] == [2.0] * 4

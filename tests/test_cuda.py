@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import textwrap
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.cuda
 
 Decode = Callable[..., ForwardBatch]
 Make = Callable[..., Any]
+MIB = 1 << 20
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -293,6 +295,57 @@ def test_a_ladder_takes_little_more_memory_than_its_largest_bucket(runtime: Make
 
     one, many = reserved((128,)), reserved(None)
     assert 128 * 65_536 * 4 <= one <= many <= 1.25 * one
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_reported_bytes_are_what_the_device_counts(runtime: Make, backend: str) -> None:
+    """
+    For every bucket and in sum, the report's bytes are within 1 MiB what torch's allocator counts
+    in the graphs' pool; releasing gives all of them back.
+    """
+    wide = torch.randn(3, 65_536, device="cuda")
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        return (batch.inputs["x"] @ wide).relu() + 1
+
+    settings = PhaseConfig(buckets=(2, 32, 128), backend=backend)
+    capture_cuda_graphs(model_runner=runtime(forward, decode=settings)).decode_runner.release()
+    before = settled()
+    capture = capture_cuda_graphs(model_runner=runtime(forward, decode=settings))
+    report, runner = capture.report, capture.decode_runner
+    grown = torch.cuda.memory_reserved() - before
+    pools = {graph.pool() for graphs in runner.device_graphs().values() for graph in graphs}
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    pooled = sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) in pools)
+    outputs = 128 * 65_536 * 4
+    assert len(pools) == 1
+    assert outputs <= pooled
+    assert abs(report.graph_bytes - pooled) <= MIB
+    assert abs(report.graph_bytes + report.static_buffer_bytes - grown) <= 2 * MIB  # its own segment's rest
+    runner.release()
+    assert abs(settled() - before) <= 2 * MIB
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other processes allocate on the device")
+def test_reported_bytes_are_what_the_driver_gives_away(runtime: Make) -> None:
+    """The driver's free memory falls by the report's bytes, within 1 MiB, and rises by them at release."""
+    wide = torch.randn(3, 65_536, device="cuda")
+    model = runtime(lambda batch: batch.inputs["x"] @ wide, decode=PhaseConfig(buckets=(32, 128)))
+    capture = capture_cuda_graphs(model_runner=model)
+    runner = capture.decode_runner
+    for _ in range(2):
+        runner.release()
+        settled()
+        free, _total = torch.cuda.mem_get_info()
+        runner.recapture()
+        torch.cuda.synchronize()
+        taken = free - torch.cuda.mem_get_info()[0]
+        reported = sum(shape.bytes or 0 for shape in runner.context.shapes)
+        assert reported >= 128 * 65_536 * 4
+        assert abs(taken - reported) <= MIB
+    runner.release()
+    settled()
+    assert abs(torch.cuda.mem_get_info()[0] - free) <= MIB
 
 
 def test_outputs_of_buckets_that_share_memory_do_not_mix(runtime: Make, decode: Decode, rows: Make) -> None:

@@ -37,7 +37,7 @@ CAPTURE = ("prepare", "warm-up", "post-warm-up", "begin", "forward", "end", "ins
 
 
 class Faults:
-    """Raises *error* at *point* while the bucket of four is captured or, at replay, in the next step."""
+    """Raises *error* once at *point* while the bucket of four is captured or, at replay, in the next step."""
 
     def __init__(self) -> None:
         self.point: str | None = None
@@ -52,7 +52,7 @@ class Faults:
         self.point = None
 
     def hit(self, point: str, *, anywhere: bool = False) -> None:
-        if point == self.point and (anywhere or self.bucket == 4):
+        if point == self.point and not self.met and (anywhere or self.bucket == 4):
             self.met += 1
             raise self.error
 
@@ -301,8 +301,8 @@ def breaking_copy(monkeypatch: Any, faults: Faults) -> None:
         faults.met += 1
         raise faults.error
 
-    def planned(self: Any, fresh: Any) -> None:
-        half([self.fields[index][1] for index, _ in fresh], [value for _, value in fresh])
+    def planned(self: Any, targets: Any, units: Any, sources: Any) -> None:
+        half(targets, sources)
 
     monkeypatch.setattr(buffers, "_copy_all", half)
     monkeypatch.setattr(StepPlan, "_copy", planned)

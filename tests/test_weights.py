@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -278,3 +280,39 @@ def test_what_is_added_to_a_module_that_held_nothing_is_found(runtime: Any, deco
     assert torch.equal(runner.execute(decode(4, x=x)), x)
     module.register_buffer("scale", torch.full((1,), 5.0, device=x.device))
     assert torch.equal(runner.execute(decode(4, x=x)), x * 5)
+
+
+def test_replaced_weights_are_not_kept_alive(
+    runtime: Any, decode: Any, rows: Any, device: torch.device
+) -> None:
+    """
+    The step after a replacement lets go of what was replaced; a released runner holds no part of the model, so
+    that a runtime without room for two may replace all of it.
+    """
+    engine = Engine(runtime, device)
+    weight = weakref.ref(engine.net.inner.weight)
+    rebind_parameter(engine)
+    engine.runner.execute(decode(3, x=rows(3)))
+    gc.collect()
+    assert weight() is None
+    inner, weight = weakref.ref(engine.net.inner), weakref.ref(engine.net.inner.weight)
+    engine.runner.release()
+    replace_submodule(engine)
+    gc.collect()
+    assert (inner(), weight()) == (None, None)
+
+
+def test_a_view_that_replaces_its_weight_in_place_is_found_at_once(
+    runtime: Any, decode: Any, rows: Any
+) -> None:
+    """vllm-ascend#7473: a new parameter at the old address, but transposed, is another one, also of many."""
+    linear = torch.nn.Linear(3, 3, bias=False).to(rows(1).device)
+    model = torch.nn.ModuleList([linear, *(torch.nn.Linear(1, 1, bias=False) for _ in range(80))])
+    toy = runtime(lambda batch: linear(batch.inputs["x"]), decode=PhaseConfig(buckets=(4,)), model=model)
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    x = rows(4)
+    runner.execute(decode(4, x=x))
+    linear.weight = torch.nn.Parameter(linear.weight.data.t())
+    with torch.no_grad():
+        torch.testing.assert_close(runner.execute(decode(4, x=x)), linear(x))
+    assert runner.stats.recaptures == 1

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from graphplat.report import Decision
     from graphplat.runners.graph import Entry
 
+Found = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+"""Targets, the same in the unit of a plan, and sources, field by field."""
+
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WHOLE = (*_UNITS.values(), torch.int8)
 
@@ -37,14 +40,16 @@ class StepPlan:
     size: int
     inputs: BoundInputs
     output: Any
-    fields: tuple[tuple[str, torch.Tensor, torch.Size, torch.dtype, int, bool], ...]
-    """Path, target, shape, type, index, and whether such tensors may hold values that their bytes are not."""
+    fields: tuple[tuple[str, torch.Tensor, torch.Size, torch.dtype, bool, torch.Tensor], ...]
+    """Path, target, shape, type, whether such tensors may hold values that their bytes are not, and the
+    target as a tensor of *unit*."""
     unit: torch.dtype | None
-    units: tuple[torch.Tensor, ...]
-    """The targets as tensors of one integer type, so that mixed types share a launch."""
+    """One integer type to read all targets as, so that mixed types share a launch."""
     device: torch.device
     on_host: bool
     staging: Staging | None
+    first: str
+    """The input by which a batch is taken to be in host memory, or not."""
 
     @classmethod
     def make(
@@ -60,11 +65,12 @@ class StepPlan:
         if any(f.fill == "last" or f.spec.varies or f.spec.optional for f in bound.fields):
             return None
         heads = bound.head(requests, tokens)
+        views = list(heads.values())
+        unit, units = _units(views)
         fields = tuple(
-            (path, view, view.shape, view.dtype, index, view.is_floating_point() or view.is_complex())
-            for index, (path, view) in enumerate(heads.items())
+            (path, view, view.shape, view.dtype, view.is_floating_point() or view.is_complex(), grouped)
+            for (path, view), grouped in zip(heads.items(), units or views, strict=True)
         )
-        unit, units = _units(list(heads.values()))
         device = bound.arena.device
         return cls(
             entry,
@@ -77,42 +83,59 @@ class StepPlan:
             entry.output.head(requests, tokens),
             fields,
             unit,
-            units,
             device,
             device.type == "cpu",
             Staging.of(bound),
+            next(iter(heads), ""),
         )
 
     def load(self, inputs: Mapping[str, Any]) -> bool:
         """Bring *inputs* in and reset padded rows; ``False``, with nothing changed, for the full way."""
+        staging = self.staging
+        first = None if staging is None else inputs.get(self.first)
+        on_host = type(first) is torch.Tensor and first.is_cpu
         try:
-            found = self._fresh(inputs)
+            found = self._on_host(inputs) if on_host else self._fresh(inputs)
         except RuntimeError:  # a tensor without dense memory: the full way names it
             return False
         if found is None:
             return False
-        fresh, addresses, hosts = found
-        if hosts and not self.on_host:
-            if self.staging is None or hosts != len(self.fields):
-                return False
-            self.staging.send(fresh, addresses, self.requests, self.tokens)
+        if staging is not None and on_host:
+            staging.send(found[2], self.requests, self.tokens)
             return True
         self.inputs.reset_outside(self.requests, self.tokens)
-        if fresh:
-            self._copy(fresh)
+        if found[0]:
+            self._copy(*found)
         return True
 
-    def _fresh(
-        self, inputs: Mapping[str, Any]
-    ) -> tuple[list[tuple[int, torch.Tensor]], list[int], int] | None:
-        """What must be copied, where it lies, and how many lie on the host; ``None``: not as planned."""
+    def _on_host(self, inputs: Mapping[str, Any]) -> Found | None:
+        """The sources of a batch that lies in host memory as a whole."""
         if len(inputs) != len(self.fields):
             return None
-        fresh: list[tuple[int, torch.Tensor]] = []
-        addresses: list[int] = []
-        hosts = 0
+        sources: list[torch.Tensor] = []
+        for path, _, shape, dtype, _, _ in self.fields:
+            value = inputs.get(path)
+            if (
+                type(value) is not torch.Tensor
+                or value.dtype is not dtype
+                or value.shape != shape
+                or not value.is_cpu
+                or value.requires_grad
+                or value.layout is not torch.strided
+            ):
+                return None
+            sources.append(value)
+        return [], [], sources
+
+    def _fresh(self, inputs: Mapping[str, Any]) -> Found | None:
+        """What must be copied; ``None``: not as planned."""
+        if len(inputs) != len(self.fields):
+            return None
+        targets: list[torch.Tensor] = []
+        units: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         arena = self.inputs.arena
-        for path, view, shape, dtype, index, tagged in self.fields:
+        for path, view, shape, dtype, tagged, grouped in self.fields:
             value = inputs.get(path)
             if value is view:
                 continue
@@ -120,38 +143,29 @@ class StepPlan:
                 type(value) is not torch.Tensor
                 or value.dtype is not dtype
                 or value.shape != shape
+                or value.device != self.device
                 or value.requires_grad
                 or (tagged and (value.is_neg() or value.is_conj()))
+                or arena.start <= value.data_ptr() < arena.stop
             ):
                 return None
-            if value.is_cpu:
-                hosts += 1
-            elif value.device != self.device:
-                return None
-            address = value.data_ptr()
-            if arena.start <= address < arena.stop:
-                return None
-            fresh.append((index, value))
-            addresses.append(address)
-        return fresh, addresses, hosts
+            targets.append(view)
+            units.append(grouped)
+            sources.append(value)
+        return targets, units, sources
 
-    def _copy(self, fresh: list[tuple[int, torch.Tensor]]) -> None:
-        if len(fresh) == 1:
-            index, value = fresh[0]
-            self.fields[index][1].copy_(value)
-            return
+    def _copy(
+        self, targets: list[torch.Tensor], units: list[torch.Tensor], sources: list[torch.Tensor]
+    ) -> None:
         unit = self.unit
-        if unit is None or self.on_host:
-            torch._foreach_copy_([self.fields[i][1] for i, _ in fresh], [value for _, value in fresh])
-            return
-        targets, sources = [], []
-        for index, value in fresh:
-            if not value.is_contiguous():
-                torch._foreach_copy_([self.fields[i][1] for i, _ in fresh], [v for _, v in fresh])
-                return
-            targets.append(self.units[index])
-            sources.append(value if value.dtype is unit else value.view(unit))
-        torch._foreach_copy_(targets, sources)
+        if len(targets) == 1:
+            targets[0].copy_(sources[0])
+        elif unit is None or self.on_host or not all(map(torch.Tensor.is_contiguous, sources)):
+            torch._foreach_copy_(targets, sources)
+        else:
+            torch._foreach_copy_(
+                units, [source if source.dtype is unit else source.view(unit) for source in sources]
+            )
 
 
 def _units(views: list[torch.Tensor]) -> tuple[torch.dtype | None, tuple[torch.Tensor, ...]]:

@@ -57,6 +57,29 @@ def test_an_interrupt_passes_and_leaves_nothing(sim, dev, reference, point):
     assert not _python_dispatch._get_current_dispatch_mode_stack()
 
 
+def test_an_end_that_does_not_reach_the_device_leaves_no_capture(
+    sim, dev, platform, reference, eagerly, monkeypatch
+):
+    """
+    pytorch#190308: where ending a capture fails each time before the device is asked, the stream records no
+    more all the same, and the next capture works.
+    """
+
+    def failing(graph):
+        raise OSError("the library was unloaded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "capture_end", failing)
+        with pytest.raises(CaptureError, match="unloaded"):
+            capture_cuda_graphs(model_runner=reference(sim.name, config()))
+    assert (ledger().captures, dev.current_stream().stream_id) == (0, 0)
+    runtime = reference(sim.name, config())
+    batch = runtime.decode_batch([5] * 3, [0] * 3)
+    runner = capture_cuda_graphs(model_runner=runtime).decode_runner
+    torch.testing.assert_close(runner.execute(batch), eagerly(runtime, batch))
+    assert runner.stats.replayed == 1
+
+
 def test_an_error_names_what_failed(sim, reference):
     """
     The error names platform, phase and bucket, and is chained to the driver's own.
