@@ -6,7 +6,8 @@ before it touches one, copies real rows in and resets padded rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, cast
 
 import attrs
@@ -46,6 +47,15 @@ def _check_dims(_: Any, __: Any, dims: tuple[Any, ...]) -> None:
             raise InputError(f"dimension {dim!r} is not a size", hint=_DIM_HINT)
 
 
+def _check_dtype(_: Any, __: Any, dtype: object) -> None:
+    if isinstance(dtype, torch.dtype):
+        return
+    name = getattr(dtype, "__name__", str(dtype)).removeprefix("torch.")
+    meant = getattr(torch, {"int": "int64"}.get(name, name), None)  # torch.int has half of Python's bits
+    hint = f"Write {meant}" if isinstance(meant, torch.dtype) else "Write torch.int64, for instance"
+    raise InputError(f"dtype must be a torch.dtype, found {dtype!r}", hint=hint)
+
+
 @attrs.frozen
 class TensorSpec:
     """One tensor input.
@@ -60,7 +70,7 @@ class TensorSpec:
     dims: tuple[RowDim | int | UpTo, ...] = attrs.field(
         default=("tokens",), converter=_as_dims, validator=_check_dims
     )
-    dtype: torch.dtype = attrs.field(default=torch.int64, kw_only=True)
+    dtype: torch.dtype = attrs.field(default=torch.int64, kw_only=True, validator=_check_dtype)
     fill: float | int | bool | Literal["last"] = attrs.field(default=0, kw_only=True)
     optional: bool = attrs.field(default=False, kw_only=True)
     is_tree_leaf: ClassVar[bool] = True
@@ -209,21 +219,15 @@ class InputSpec:
                 f"expected {type(spec).__name__}, found {type(value).__name__}", field=path or "inputs"
             )
         given = dict(actual)
+        absent: dict[tree.Step, bool] = {}
         for step, inner_spec in inner:
-            where = tree.join(path, step)
             if step not in given or (given[step] is None and isinstance(inner_spec, TensorSpec)):
-                if isinstance(inner_spec, TensorSpec) and inner_spec.optional:
-                    given.pop(step, None)
-                    continue
-                raise InputError(
-                    "missing", field=where, hint="Every declared input that is not optional must be given"
-                )
-            self._read(inner_spec, given.pop(step), where, found)
-        if given:
-            extra = tree.join(path, next(iter(given)))
-            raise InputError(
-                "not declared in the input spec", field=extra, hint="Declare it, or leave it out"
-            )
+                given.pop(step, None)
+                absent[step] = isinstance(inner_spec, TensorSpec) and inner_spec.optional
+            else:
+                self._read(inner_spec, given.pop(step), tree.join(path, step), found)
+        if given or not all(absent.values()):
+            raise _mismatch(path, absent, given)
 
     def build(self, leaves: dict[str, Any]) -> dict[str, Any]:
         """A structure like the spec from *leaves* by path; absent optional ones are left out."""
@@ -232,3 +236,27 @@ class InputSpec:
         }
         built: dict[str, Any] = tree.map_leaves(lambda path, _: leaves[path], present)
         return built
+
+
+def _mismatch(path: str, absent: Mapping[tree.Step, bool], unknown: Iterable[tree.Step]) -> InputError:
+    """The error for *unknown* inputs at *path*, and declared ones that are *absent* though not optional."""
+    missing = [tree.join(path, step) for step, optional in absent.items() if not optional]
+    extra = [tree.join(path, step) for step in unknown]
+    lists = (("missing", missing), ("not declared in the input spec", extra))
+    told = [(what, names) for what, names in lists if names]
+    if len(missing) + len(extra) == 1:
+        what = told[0][0]  # the field says which
+    else:
+        what = "; ".join(f"{what}: {', '.join(map(repr, names))}" for what, names in told)
+    close = {
+        str(given): difflib.get_close_matches(str(given), [str(name) for _, name in absent], n=1)
+        for _, given in unknown
+    }
+    meant = [f"{names[0]!r} by {given!r}" for given, names in close.items() if names]
+    if meant:
+        hint = f"Did you mean {', '.join(meant)}?"
+    elif missing:
+        hint = "Every declared input that is not optional must be given"
+    else:
+        hint = "Declare it, or leave it out"
+    return InputError(what, field=(missing + extra)[0], hint=hint)

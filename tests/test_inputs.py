@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import traceback
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from graphplat import (
     HostSpec,
     InputError,
     InputSpec,
+    Phase,
     PhaseConfig,
     Reason,
     TensorSpec,
@@ -20,6 +22,7 @@ from graphplat import (
     capture_cuda_graphs,
 )
 from graphplat.buffers import BoundInputs
+from graphplat.runners.base import BatchChecker
 
 F32, I64 = torch.float32, torch.int64
 
@@ -36,6 +39,16 @@ F32, I64 = torch.float32, torch.int64
         (lambda: TensorSpec(("requests", True)), "True is not a size"),
         (lambda: TensorSpec(("requests", 1.5)), "1.5 is not a size"),
         (lambda: TensorSpec((4,), fill="last"), "needs a row dimension"),
+        (
+            lambda: TensorSpec(("requests",), dtype="int64"),
+            "must be a torch.dtype, found 'int64'. Write torch.int64",
+        ),
+        (
+            lambda: TensorSpec(("requests",), dtype="torch.bool", fill="last"),
+            "found 'torch.bool'. Write torch.bool",
+        ),
+        (lambda: TensorSpec(("requests",), dtype=int), "found <class 'int'>. Write torch.int64"),
+        (lambda: TensorSpec(("requests",), dtype=None), "found None. Write torch.int64, for instance"),
         (lambda: TensorSpec(("requests",), fill=0.5), "fill 0.5 is no torch.int64"),
         (lambda: TensorSpec(("requests",), dtype=torch.uint8, fill=-1), "fill -1 is no torch.uint8"),
         (lambda: TensorSpec(("requests",), dtype=torch.int32, fill=2**40), "is no torch.int32"),
@@ -183,6 +196,83 @@ def test_a_bad_field_is_named_and_changes_no_buffer(runtime: Any, decode: Any, r
 def test_every_broken_case_is_tried(rows: Any) -> None:
     """The parameters of the test above cover its whole list."""
     assert len(broken(rows)) == 19
+
+
+@pytest.mark.parametrize(
+    ("rename", "says", "hint"),
+    [
+        (
+            {"input_ids": "input_id"},
+            "missing: 'input_ids'; not declared in the input spec: 'input_id'",
+            "Did you mean 'input_ids' by 'input_id'?",
+        ),
+        (
+            {"input_ids": "inputs_ids", "meta": "meat"},
+            "missing: 'input_ids', 'meta'; not declared in the input spec: 'inputs_ids', 'meat'",
+            "Did you mean 'input_ids' by 'inputs_ids', 'meta' by 'meat'?",
+        ),
+        (
+            {"input_ids": "tokens"},
+            "missing: 'input_ids'; not declared in the input spec: 'tokens'",
+            "Every declared input that is not optional must be given",
+        ),
+        ({"biases": "bais"}, "not declared in the input spec", "Did you mean 'biases' by 'bais'?"),
+        ({"biases": "other"}, "not declared in the input spec", "Declare it, or leave it out"),
+    ],
+)
+def test_a_misspelt_input_is_told_beside_the_one_meant(
+    runtime: Any, decode: Any, rows: Any, rename: dict[str, str], says: str, hint: str
+) -> None:
+    """Missing and unknown names are in one error, and a close pair of them is its next step."""
+    rowed = TensorSpec(("requests", 3), dtype=F32)
+    spec = InputSpec(
+        input_ids=rowed, meta={"lengths": rowed}, biases=TensorSpec((3,), dtype=F32, optional=True)
+    )
+    runner = capture_cuda_graphs(
+        model_runner=runtime(lambda b: b.inputs["input_ids"] + 1, spec)
+    ).decode_runner
+    good = {"input_ids": rows(2), "meta": {"lengths": rows(2)}, "biases": rows(1)[0]}
+    runner.execute(decode(2, **good))
+    with pytest.raises(InputError) as caught:
+        runner.execute(decode(2, **{rename.get(name, name): value for name, value in good.items()}))
+    assert caught.value.what == says
+    assert caught.value.hint == hint
+
+
+def test_a_misspelt_input_within_another_is_told_by_its_path(runtime: Any, decode: Any, rows: Any) -> None:
+    """Only the last names are compared: a path in common makes no two names alike."""
+    leaf = TensorSpec(("requests", 3), dtype=F32)
+    spec = InputSpec(attention={"metadata": {"tables": leaf, "kv": leaf}})
+    runner = capture_cuda_graphs(
+        model_runner=runtime(lambda b: b.inputs["attention"]["metadata"]["kv"] + 1, spec)
+    ).decode_runner
+    for name, hint in (("table", "Did you mean 'tables' by 'table'?"), ("other", "Every declared input")):
+        inputs = {"attention": {"metadata": {name: rows(2), "kv": rows(2)}}}
+        with pytest.raises(
+            InputError, match=r"missing: 'attention[.]metadata[.]tables'; not declared"
+        ) as caught:
+            runner.execute(decode(2, **inputs))
+        assert caught.value.field == "attention.metadata.tables"
+        assert str(caught.value.hint).startswith(hint)
+
+
+def test_a_bad_field_is_told_once(runtime: Any, decode: Any, rows: Any) -> None:
+    """The error that adds the phase takes the place of the one without; a foreign cause stays chained."""
+    runner = capture_cuda_graphs(model_runner=runtime(lambda b: b.inputs["x"] + 1)).decode_runner
+    with pytest.raises(InputError) as caught:
+        runner.execute(decode(2, x=rows(3)))
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("axis 0 differs") == 1
+    assert "[phase 'decode', field 'x']" in text
+
+    class Unreadable(InputSpec):
+        def read(self, inputs: dict[str, Any]) -> dict[str, Any]:
+            raise InputError("unreadable", field="x") from KeyError("of the runtime")
+
+    checker = BatchChecker(Phase.DECODE, Unreadable(x={"y": TensorSpec()}), torch.device("cpu"), 1)
+    with pytest.raises(InputError, match=r"unreadable \[phase 'decode', field 'x'\]") as caught:
+        checker.check(decode(2, x={"y": rows(2)}))
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 @pytest.mark.parametrize("value", [{"x": 1}, None, torch.ones(2)], ids=lambda value: type(value).__name__)
