@@ -313,7 +313,7 @@ def test_reported_bytes_are_what_the_device_counts(runtime: Make, backend: str) 
     before = settled()
     capture = capture_cuda_graphs(model_runner=runtime(forward, decode=settings))
     report, runner = capture.report, capture.decode_runner
-    grown = torch.cuda.memory_reserved() - before
+    grown = settled() - before
     pools = {graph.pool() for graphs in runner.device_graphs().values() for graph in graphs}
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     pooled = sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) in pools)
@@ -338,7 +338,7 @@ def test_reported_bytes_are_what_the_driver_gives_away(runtime: Make) -> None:
         settled()
         free, _total = torch.cuda.mem_get_info()
         runner.recapture()
-        torch.cuda.synchronize()
+        settled()
         taken = free - torch.cuda.mem_get_info()[0]
         reported = sum(shape.bytes or 0 for shape in runner.context.shapes)
         assert reported >= 128 * 65_536 * 4

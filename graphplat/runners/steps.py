@@ -48,8 +48,8 @@ class StepPlan:
     device: torch.device
     on_host: bool
     staging: Staging | None
-    first: str
-    """The input by which a batch is taken to be in host memory, or not."""
+    from_host: bool = False
+    """The last batch was in host memory."""
 
     @classmethod
     def make(
@@ -86,31 +86,31 @@ class StepPlan:
             device,
             device.type == "cpu",
             Staging.of(bound),
-            next(iter(heads), ""),
         )
 
     def load(self, inputs: Mapping[str, Any]) -> bool:
         """Bring *inputs* in and reset padded rows; ``False``, with nothing changed, for the full way."""
-        staging = self.staging
-        first = None if staging is None else inputs.get(self.first)
-        on_host = type(first) is torch.Tensor and first.is_cpu
         try:
-            found = self._on_host(inputs) if on_host else self._fresh(inputs)
+            sources = self._on_host(inputs) if self.from_host else None
+            found = None if sources is not None else self._fresh(inputs)
+            if found is None and sources is None and not self.from_host:
+                sources = self._on_host(inputs)
         except RuntimeError:  # a tensor without dense memory: the full way names it
             return False
+        self.from_host = sources is not None  # as the next batch will probably be
+        if sources is not None and self.staging is not None:
+            self.staging.send(sources, self.requests, self.tokens)
+            return True
         if found is None:
             return False
-        if staging is not None and on_host:
-            staging.send(found[2], self.requests, self.tokens)
-            return True
         self.inputs.reset_outside(self.requests, self.tokens)
         if found[0]:
             self._copy(*found)
         return True
 
-    def _on_host(self, inputs: Mapping[str, Any]) -> Found | None:
-        """The sources of a batch that lies in host memory as a whole."""
-        if len(inputs) != len(self.fields):
+    def _on_host(self, inputs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+        """The tensors of a batch that lies in host memory as a whole; ``None``: not as planned."""
+        if self.staging is None or len(inputs) != len(self.fields):
             return None
         sources: list[torch.Tensor] = []
         for path, _, shape, dtype, _, _ in self.fields:
@@ -125,7 +125,7 @@ class StepPlan:
             ):
                 return None
             sources.append(value)
-        return [], [], sources
+        return sources
 
     def _fresh(self, inputs: Mapping[str, Any]) -> Found | None:
         """What must be copied; ``None``: not as planned."""
