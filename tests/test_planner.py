@@ -190,6 +190,26 @@ def test_command_reads_the_benchmark(files, tmp_path: Path) -> None:
     assert json.loads(result.output)["plan"]["buckets"] == [4, 32]
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_command_says_what_a_benchmark_lacks(files, tmp_path: Path, phase: str) -> None:
+    """Without timed steps of the phase, the file, the section and the command that measures it are named."""
+    other = {"decode": "prefill", "prefill": "decode"}[phase]
+    row = {"way": "graphplat full", "bucket": 32, "step_us": {"median": 9.0, "low": 0, "high": 0}}
+    untimed = {"way": "graphplat full", "bucket": 32, "step_us": None}
+    path = tmp_path / "bench.json"
+    path.write_text(
+        json.dumps({"model": "tiny", "device": "cpu", "dtype": "float32", other: [row], phase: [untimed]})
+    )
+    result = CliRunner().invoke(app, ["plan", files[0], str(path), "--phase", phase])
+    assert isinstance(result.exception, ConfigError)
+    message = str(result.exception)
+    assert f"{path} has no timed steps" in message
+    assert f"its section {phase} is missing" in message
+    assert f"graphplat bench --sections {phase} --output {path} --model tiny --device cpu" in message
+    result = CliRunner().invoke(app, ["plan", files[0], str(path), "--phase", other, "--json"])
+    assert json.loads(result.output)["plan"]["buckets"] == [32]
+
+
 def test_command_names_a_bad_file(files, tmp_path: Path) -> None:
     """A file that holds something else is an error that names it."""
     bad = tmp_path / "bad.json"

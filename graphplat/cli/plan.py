@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,7 +38,10 @@ def command(
     ],
     limit: Annotated[int | None, typer.Option(min=1, help="Most buckets.")] = None,
     memory_mib: Annotated[float | None, typer.Option(min=0, help="Most memory of all buckets.")] = None,
-    phase: Annotated[Literal["decode", "prefill"], typer.Option(help="Whose default ladder.")] = "decode",
+    phase: Annotated[
+        Literal["decode", "prefill"],
+        typer.Option(help="Whose default ladder, and whose steps of a benchmark."),
+    ] = "decode",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Plan which sizes to capture from observed batches.
@@ -48,7 +52,7 @@ def command(
     """
     from graphplat.cli import render
 
-    step_times, memory = read_times(times)
+    step_times, memory = read_times(times, Phase(phase))
     bound = BucketLimit(graphs=limit, bytes=None if memory_mib is None else int(memory_mib * 2**20))
     report = make_report(read_histogram(histogram), step_times, memory, bound, Phase(phase))
     if json:
@@ -100,11 +104,14 @@ def read_histogram(path: Path) -> dict[int, int]:
     return found
 
 
-def read_times(path: Path) -> tuple[dict[int, float], dict[int, int] | None]:
-    """Times and, if every size has them, bytes by bucket. Raises :class:`ConfigError`."""
+def read_times(path: Path, phase: Phase) -> tuple[dict[int, float], dict[int, int] | None]:
+    """Times and, if every size has them, bytes by bucket.
+
+    Of a benchmark's JSON the steps of *phase* are read. Raises :class:`ConfigError`.
+    """
     document = _decode(path, dict[str, Any])
-    if isinstance(document.get("decode"), list):
-        document = _from_bench(document["decode"], path)
+    if any(isinstance(document.get(section), list) for section in Phase):
+        document = _from_bench(document, path, phase)
     try:
         costs = msgspec.convert(
             {size: cost if isinstance(cost, dict) else {"time": cost} for size, cost in document.items()},
@@ -118,16 +125,28 @@ def read_times(path: Path) -> tuple[dict[int, float], dict[int, int] | None]:
     return times, known if known.keys() == times.keys() else None
 
 
-def _from_bench(rows: list[Any], path: Path) -> dict[str, Any]:
+def _from_bench(document: dict[str, Any], path: Path, phase: Phase) -> dict[str, Any]:
     """Times of the ``full`` backend in a benchmark's JSON."""
     try:
-        return {
+        times = {
             str(row["bucket"]): row["step_us"]["median"]
-            for row in rows
+            for row in document.get(phase) or ()
             if row["way"] == "graphplat full" and row["step_us"] is not None
         }
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no result of graphplat bench: {error!r}", field="times") from error
+    if not times:
+        command = ["graphplat", "bench", "--sections", phase, "--output", str(path)]
+        for name in ("model", "device", "dtype"):
+            if name in document:
+                command += [f"--{name}", str(document[name])]
+        raise ConfigError(
+            f"{path} has no timed steps of graphplat full: its section {phase} is missing or was skipped",
+            field="times",
+            phase=phase,
+            hint=f"Run: {shlex.join(command)}",
+        )
+    return times
 
 
 def _decode(path: Path, kind: Any) -> Any:
