@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
-import torch
 
-from graphplat.backends.kernels import own_code
 from graphplat.backends.numerics import tolerance
 from graphplat.batch import ForwardBatch
-from graphplat.bench.hand import Hand
-from graphplat.bench.measure import FRESH, Clock, Effort, Timing, Way, worst_difference
+from graphplat.bench.baselines import bare_graph, compiled_forward, compiler, graphed_callables, static_copy
+from graphplat.bench.measure import FRESH, Clock, Schedule, Timing, Way, worst_difference
 from graphplat.bench.records import BenchReport, Skip, StepRow
-from graphplat.bench.subject import Subject, function_of
+from graphplat.bench.subject import Subject
 from graphplat.capture import CudaGraphsCapture
 from graphplat.errors import GraphplatError
 from graphplat.runners import BaseRunner
@@ -27,6 +25,9 @@ GRAPHPLAT = {
     "compiled, each size": {"backend": "compiled", "compile": "each"},
 }
 """Ways through graphplat and their settings."""
+
+COMPILED = ("torch.compile", "compiled, bare graph", "torch.compile reduce-overhead")
+"""Ways of the compiler without graphplat."""
 
 _NOT_ASKED = "the compiler is left out, as asked"
 
@@ -46,6 +47,8 @@ class Steps:
     """Measure kernels compiled for each size alone, too."""
     compile_seconds: float = 30.0
     """What the compiler is expected to need for one size; learnt from the first."""
+    reserve: float = 0.0
+    """Seconds that later sections need: no compiler is started that would take them."""
 
     @property
     def clock(self) -> Clock:
@@ -71,6 +74,10 @@ class Steps:
         if skip not in self.report.skipped:
             self.report.skipped.append(skip)
 
+    def _skip_all(self, names: Sequence[str], why: str) -> None:
+        for name in names:
+            self.skip(name, why)
+
     # Ways
 
     def _captures(self, sizes: Sequence[int]) -> Iterator[tuple[str, CudaGraphsCapture]]:
@@ -79,17 +86,13 @@ class Steps:
         needs = {"full": True, "breakable": capabilities.breakable, "compiled": capabilities.compiled}
         for way, chosen in GRAPHPLAT.items():
             name, backend = f"graphplat {way}", chosen["backend"]
-            if backend == "compiled" and (
-                self.section != "decode" or ("compile" in chosen and not self.each)
-            ):
-                continue
-            if backend == "compiled" and not self.compiler:
-                self.skip(name, _NOT_ASKED)
-                continue
+            why = ""
             if not (needs[backend] and capabilities.graph_capture):
-                self.skip(name, f"{self.clock.platform.name} does not declare it")
-                continue
-            if backend == "compiled" and self._is_late(name, 2 * self.compile_seconds):
+                why = f"{self.clock.platform.name} does not declare it"
+            elif backend == "compiled":
+                why = self._why_no_compiler(each="compile" in chosen)
+            if why:
+                self.skip(name, why)
                 continue
             phase: dict[str, Any] = {**chosen, "buckets": list(sizes), "outputs": "view"}
             other: dict[str, Any] = {"backend": "disabled"}
@@ -101,116 +104,57 @@ class Steps:
             except GraphplatError as error:
                 self.skip(name, str(error), failed=True)
 
+    def _why_no_compiler(self, *, each: bool) -> str:
+        """Why the compiled backend is left out; empty if it is not."""
+        if self.section != "decode":
+            return "it is measured in section decode"
+        if not self.compiler:
+            return _NOT_ASKED
+        if each and not self.each:
+            return "kernels for each size alone were not asked for"
+        return self._late(2 * self.compile_seconds)
+
     def _ways(
         self, size: int, batches: Sequence[ForwardBatch], captures: dict[str, CudaGraphsCapture]
     ) -> Iterator[Way]:
         runtime = self.subject.under(prefill={"backend": "full", "max_requests": self.subject.slots})
         yield Way("eager", lambda index: runtime.forward(batches[index]))
-        static = self._static(batches[0])
-        yield from self._tried(
-            "bare graph", lambda: self._bare(lambda: runtime.forward(static), static, batches)
-        )
+        static = static_copy(batches[0])
+        yield from self._tried("bare graph", lambda: bare_graph(self.clock, runtime.forward, static, batches))
         for backend, capture in captures.items():
             yield self._graphplat(backend, capture, size, batches)
-        if self.section == "decode":
-            yield from self._compiled(runtime, static, batches)
-            yield from self._tried("make_graphed_callables", lambda: self._callables(runtime, batches))
+        if self.section != "decode":
+            self._skip_all((*COMPILED, "make_graphed_callables"), "it is measured in section decode")
+            return
+        yield from self._compiled(runtime, static, batches)
+        yield from self._tried(
+            "make_graphed_callables", lambda: graphed_callables(self.clock, runtime, batches)
+        )
 
     def _compiled(self, runtime: Any, static: ForwardBatch, batches: Sequence[ForwardBatch]) -> Iterator[Way]:
-        if not self.clock.platform.capabilities.compiled:
-            self.skip("torch.compile", f"{self.clock.platform.name} does not declare it")
-            return
+        whole, bare, recorded = COMPILED
+        capabilities = self.clock.platform.capabilities
+        if not capabilities.compiled:
+            return self._skip_all(COMPILED, f"{self.clock.platform.name} does not declare it")
         if not self.compiler:
-            self.skip("torch.compile", _NOT_ASKED)
-            return
-        if self._is_late("torch.compile", self.compile_seconds):
-            return
-        way, compiled = self._compile(runtime, batches, None)
-        yield way
-        if self.clock.platform.capabilities.executes_in_capture:
-            self.skip("compiled, captured by hand", "operators are recorded here, and kernels are none")
-            self.skip("torch.compile reduce-overhead", "it changes nothing where there are no device graphs")
-            return
-        yield from self._tried(
-            "compiled, bare graph",
-            lambda: self._bare(lambda: compiled(static), static, batches, "compiled, bare graph"),
-        )
-        if not self._is_late("torch.compile reduce-overhead", self.compile_seconds):
-            yield self._compile(runtime, batches, "reduce-overhead")[0]
-
-    def _compile(
-        self, runtime: Any, batches: Sequence[ForwardBatch], mode: str | None
-    ) -> tuple[Way, Callable[[ForwardBatch], torch.Tensor]]:
-        def forward(batch: ForwardBatch) -> torch.Tensor:
-            found: torch.Tensor = runtime.forward(batch)
-            return found
-
-        compiled = torch.compile(own_code(forward), fullgraph=True, dynamic=False, mode=mode)
-        mark: Callable[[], None] | None = torch.compiler.cudagraph_mark_step_begin if mode else None
-
-        def step(index: int) -> torch.Tensor:
-            if mark is not None:
-                mark()
-            found: torch.Tensor = compiled(batches[index])
-            return found
-
-        started = time.perf_counter()
-        for index in range(3):  # reduce-overhead records at the second run and replays from the third
-            step(index)
-        self.clock.sync()
-        seconds = time.perf_counter() - started
-        self.compile_seconds = max(seconds, 1.0)
-        name = f"torch.compile {mode}" if mode else "torch.compile"
-        return Way(name, step, exact=False, warmup_seconds=seconds), compiled
-
-    def _bare(
-        self,
-        function: Callable[[], torch.Tensor],
-        static: ForwardBatch,
-        batches: Sequence[ForwardBatch],
-        name: str = "bare graph",
-    ) -> Way:
-        hand = Hand(self.clock)
-        with hand.session():
-            made = hand.capture(function, warmups=2)
-        targets = list(static.inputs.values())
-
-        def load(index: int) -> None:
-            for target, source in zip(targets, batches[index].inputs.values(), strict=True):
-                target.copy_(source)
-
-        def replay(index: int, _hand: Hand = hand) -> torch.Tensor:  # which owns pool and stream
-            del index
-            made.graph.replay()
-            found: torch.Tensor = made.output
-            return found
-
-        return Way(
-            name,
-            replay,
-            load=load,
-            exact=name == "bare graph",
-            warmup_seconds=made.warmup_seconds,
-            capture_seconds=made.capture_seconds,
-            capture_bytes=made.bytes,
-        )
-
-    def _callables(self, runtime: Any, batches: Sequence[ForwardBatch]) -> Way:
-        module = torch.get_device_module(self.clock.device)
-        make = getattr(module, "make_graphed_callables", None)
-        if make is None:
-            raise NotImplementedError(f"torch.{self.clock.device.type} has no such function")
-        sample = tuple(tensor.clone() for tensor in batches[0].inputs.values())
-        started = time.perf_counter()
-        graphed = make(function_of(runtime, batches[0]), sample)
-        self.clock.sync()
-        seconds = time.perf_counter() - started
-        return Way(
-            "make_graphed_callables",
-            lambda index: graphed(*batches[index].inputs.values()),
-            capture_seconds=seconds,
-            note="warm-up within its capture",
-        )
+            return self._skip_all(COMPILED, _NOT_ASKED)
+        if late := self._late(self.compile_seconds):
+            return self._skip_all(COMPILED, late)
+        forward = compiled_forward(runtime)
+        ways = list(self._tried(whole, lambda: compiler(self.clock, forward, batches)))
+        if not ways:
+            return self._skip_all((bare, recorded), "the forward does not compile")
+        self.compile_seconds = max(ways[0].warmup_seconds or 0.0, 1.0)
+        yield from ways
+        if capabilities.executes_in_capture:
+            self.skip(bare, "operators are recorded here, and kernels are none")
+            self.skip(recorded, "it changes nothing where there are no device graphs")
+            return None
+        yield from self._tried(bare, lambda: bare_graph(self.clock, forward, static, batches, bare))
+        if late := self._late(self.compile_seconds):
+            return self.skip(recorded, late)
+        again = compiled_forward(runtime, "reduce-overhead")
+        yield from self._tried(recorded, lambda: compiler(self.clock, again, batches, "reduce-overhead"))
 
     def _graphplat(
         self, backend: str, capture: CudaGraphsCapture, size: int, batches: Sequence[ForwardBatch]
@@ -235,24 +179,17 @@ class Steps:
         try:
             yield make()
         except NotImplementedError as error:
-            self.skip(name, str(error))
+            self.skip(name, str(error) or "it is not implemented here")
         except Exception as error:  # noqa: BLE001 - a baseline that cannot run must not end the benchmark
             self.skip(name, f"{type(error).__name__}: {error}".splitlines()[0])
 
-    def _static(self, batch: ForwardBatch) -> ForwardBatch:
-        """A batch of memory of its own, padded nowhere."""
-        return ForwardBatch(
-            phase=batch.phase,
-            num_requests=batch.num_requests,
-            num_tokens=batch.num_tokens,
-            inputs={name: tensor.clone() for name, tensor in batch.inputs.items()},
-        )
-
-    def _is_late(self, what: str, needed: float) -> bool:
-        if self.clock.left() >= needed:
-            return False
-        self.skip(what, f"about {needed:.0f} s needed, {max(0.0, self.clock.left()):.0f} s left")
-        return True
+    def _late(self, needed: float) -> str:
+        """Why a compiler that needs so many seconds is not started; empty if it may be."""
+        left = max(0.0, self.clock.left())
+        if left - self.reserve >= needed:
+            return ""
+        kept = f", of which {self.reserve:.0f} s are kept for later sections" if self.reserve else ""
+        return f"about {needed:.0f} s needed, {left:.0f} s left{kept}"
 
     # Measuring
 
@@ -260,20 +197,22 @@ class Steps:
         """Compare, and time what is right."""
         expected = [ways[0].step(index).clone() for index in range(len(batches))]
         allowed = tolerance([{"output": expected[0]}], self.clock.device)
-        right, differences = [], {}
+        once, differences = {}, {}
         for way in ways:
             differences[way.name] = worst_difference(way, expected)
             if differences[way.name] > allowed:
                 why = f"differs from eager by {differences[way.name]:.2g}, {allowed:.2g} is allowed"
                 self.skip(f"{way.name} at {size}", why, failed=True)
             else:
-                right.append(way)
-        once = self.clock.seconds(lambda: ways[0].step(0))
-        if self.clock.left() <= 0:
-            self.skip(f"steps of {size}", "no time left")
+                once[way.name] = self.clock.seconds(partial(way.step, 0))
+        left = self.clock.left()
+        schedule = Schedule.within(once, min(self.budget, left / (2 * max(1, len(once)))))
+        if left < schedule.seconds:
+            self.skip(
+                f"steps of {size}", f"about {schedule.seconds:.2g} s needed, {max(0.0, left):.2g} s left"
+            )
             return
-        budget = min(self.budget, self.clock.left() / max(1, 2 * len(right)))
-        timings = self.clock.steps(right, Effort.within(once, budget))
+        timings = self.clock.steps([way for way in ways if way.name in once], schedule)
         for way in ways:
             yield _row(way, size, batches[0], differences[way.name], timings.get(way.name))
 

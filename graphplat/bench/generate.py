@@ -44,8 +44,9 @@ class Generation:
             if "compile" in name and not self.compiler:
                 self._skip(name, "the compiler is left out, as asked")
                 continue
-            if "compile" in name and self.subject.clock.left() < _COMPILE_SECONDS:
-                self._skip(name, f"about {_COMPILE_SECONDS:.0f} s needed")
+            left = max(0.0, self.subject.clock.left())
+            if "compile" in name and left < _COMPILE_SECONDS:
+                self._skip(name, f"about {_COMPILE_SECONDS:.0f} s needed, {left:.0f} s left")
                 continue
             started = time.perf_counter()
             try:
@@ -110,8 +111,11 @@ class Generation:
         yield "generate(), dynamic cache", generate
         yield "generate(), static cache, its default compile", lambda: generate(cache_implementation="static")
         yield "graphplat full", lambda: self._engine(model, prompt, "full")
-        if self.subject.clock.platform.capabilities.compiled:
+        platform = self.subject.clock.platform
+        if platform.capabilities.compiled:
             yield "graphplat compiled", lambda: self._engine(model, prompt, "compiled")
+        else:
+            self._skip("graphplat compiled", f"{platform.name} does not declare it")
 
     def _engine(self, model: Any, prompt: list[int], backend: str) -> Callable[[], list[int]]:
         from graphplat.capture import capture_cuda_graphs

@@ -9,6 +9,7 @@ import torch
 
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.bench.fields import FiveFields, column_batch
+from graphplat.bench.floor import Floor
 from graphplat.bench.measure import FRESH, Clock, Way
 from graphplat.bench.records import BenchReport, BreakRow, HostRow, ScalingRow, Skip
 from graphplat.capture import capture_cuda_graphs
@@ -22,7 +23,10 @@ _WEIGHTS = 256
 
 
 def host_times(clock: Clock, report: BenchReport) -> None:
-    """Host time of ``execute`` over the bare replay of the same graph, by where a batch comes from."""
+    """Host time of ``execute`` over the bare replay of the same graph, by where a batch comes from.
+
+    Beside it steps written by hand, which show how little the device's own verbs can take here.
+    """
     runner, runtime = _captured(clock, (_BUCKET,), outputs="view")
     copying, _ = _captured(clock, (_BUCKET,), outputs="copy")
     watching, _ = _captured(clock, (_BUCKET,), outputs="view", weights=_WEIGHTS)
@@ -32,6 +36,7 @@ def host_times(clock: Clock, report: BenchReport) -> None:
     watched = ForwardBatch(phase=Phase.DECODE, num_requests=_ROWS, num_tokens=_ROWS, inputs=others)
     host = [column_batch(_ROWS, "cpu", seed) for seed in range(FRESH)]
     device = [column_batch(_ROWS, clock.device, seed) for seed in range(FRESH)]
+    floor = Floor.capture(clock, runtime, _ROWS, _BUCKET)
 
     def write(index: int) -> None:
         for name, source in device[index].inputs.items():
@@ -46,6 +51,7 @@ def host_times(clock: Clock, report: BenchReport) -> None:
         Way("host tensors", lambda index: runner.execute(host[index])),
         Way("device tensors of mixed types", lambda index: runner.execute(device[index])),
         Way("device tensors, outputs copied", lambda index: copying.execute(device[index])),
+        *floor.ways(device, host),
     ]
     for way in ways[1:]:
         _check(way, runtime, device)
@@ -55,6 +61,7 @@ def host_times(clock: Clock, report: BenchReport) -> None:
         HostRow(way=name, host_us=spread, over_replay_us=spread.median - bare)
         for name, spread in found.items()
     ]
+    floor.release()
 
 
 def scaling(clock: Clock, report: BenchReport, counts: Sequence[int] = (1, 8, 64, 512)) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 FRESH = 8
 """Different inputs that steps take in turn."""
+
+_QUICK, _BLOCK = 5e-3, 20
+"""Steps of less than so many seconds run in blocks of at least so many, if the budget allows."""
 
 
 @attrs.define(eq=False)
@@ -47,19 +50,63 @@ class Timing:
 
 @attrs.frozen
 class Effort:
-    """How often a step is measured."""
+    """How often one way runs in each round."""
 
-    rounds: int
     steps: int
+    """One by one, each waited for."""
     block: int
+    """In a row, the last one waited for."""
+
+    @property
+    def cold(self) -> int:
+        """Steps at the start that are not recorded: the way before left its own data in the caches."""
+        return int(self.steps >= 3)
 
     @classmethod
-    def within(cls, seconds: float, budget: float) -> Effort:
-        """For a step of so many *seconds*, spend about *budget* on one way."""
-        affordable = budget / max(seconds, 1e-6)
-        rounds = int(min(9, max(3, affordable // 4)))
-        each = affordable / rounds
-        return cls(rounds, int(min(10, max(1, each / 3))), int(min(20, max(2, each / 2))))
+    def within(cls, seconds: float, share: float) -> Effort:
+        """For a step of so many *seconds*, spend *share* seconds on a round.
+
+        The launch of a block's first step is waited for in full, so quick steps get long blocks.
+        """
+        each = share / seconds
+        alone = each - _BLOCK if seconds < _QUICK else each
+        steps = int(min(10, max(1, min(alone, each / 3))))
+        return cls(steps, int(min(50, max(2, each - steps))))
+
+
+@attrs.frozen
+class Schedule:
+    """Rounds that all ways take part in, and what each of them does in one."""
+
+    rounds: int
+    efforts: dict[str, Effort]
+    seconds: float
+    """What all of it is expected to take."""
+
+    @classmethod
+    def within(cls, once: Mapping[str, float], budget: float) -> Schedule:
+        """Spend up to *budget* seconds on each way, whose step takes *once* seconds.
+
+        Three rounds of three steps are the least, whatever they take.
+        """
+        times = {name: max(seconds, 1e-6) for name, seconds in once.items()}
+        allowed = (budget / (each * (_BLOCK + 4 if each < _QUICK else 10)) for each in times.values())
+        rounds = int(min(9, max(3, min(allowed, default=3))))
+        efforts = {name: Effort.within(each, budget / rounds) for name, each in times.items()}
+        runs = {name: rounds * (effort.steps + effort.block) for name, effort in efforts.items()}
+        return cls(rounds, efforts, sum(runs[name] * each for name, each in times.items()))
+
+
+@attrs.define(eq=False)
+class _Samples:
+    """Microseconds measured of one way."""
+
+    step: list[float] = attrs.field(factory=list)
+    host: list[float] = attrs.field(factory=list)
+    throughput: list[float] = attrs.field(factory=list)
+
+    def timing(self) -> Timing:
+        return Timing(Spread.of(self.step), Spread.of(self.host), Spread.of(self.throughput))
 
 
 @attrs.define(eq=False)
@@ -86,25 +133,31 @@ class Clock:
         self.sync()
         return time.perf_counter() - started
 
-    def steps(self, ways: Sequence[Way], effort: Effort) -> dict[str, Timing]:
+    def steps(self, ways: Sequence[Way], schedule: Schedule) -> dict[str, Timing]:
         """Time *ways* in turn, in rounds that begin with another one each time.
 
         Garbage is not collected meanwhile: a collection would fall on one way or another.
         """
-        found: dict[str, tuple[list[float], list[float], list[float]]] = {w.name: ([], [], []) for w in ways}
+        found = {way.name: _Samples() for way in ways}
         count = 0
         with guard.garbage_collection_held():
-            for turn in range(effort.rounds):
-                for offset in range(len(ways)):
-                    way = ways[(turn + offset) % len(ways)]
-                    step, host, block = found[way.name]
-                    for _ in range(effort.steps):
-                        count += 1
-                        self._one(way, count % FRESH, step, host)
-                    block.append(self._block(way, effort.block, count))
-        return {name: Timing(*(Spread.of(values) for values in lists)) for name, lists in found.items()}
+            for turn in range(schedule.rounds):
+                for way in _rotated(ways, turn):
+                    effort = schedule.efforts[way.name]
+                    self._turn(way, effort, count, found[way.name])
+                    count += effort.steps + effort.block
+        return {name: samples.timing() for name, samples in found.items()}
 
-    def _one(self, way: Way, index: int, step: list[float], host: list[float]) -> None:
+    def _turn(self, way: Way, effort: Effort, first: int, samples: _Samples) -> None:
+        """One way's part of a round, with other inputs at each step."""
+        for number in range(effort.steps):
+            step, host = self._one(way, (first + number) % FRESH)
+            if number >= effort.cold:
+                samples.step.append(step)
+                samples.host.append(host)
+        samples.throughput.append(self._block(way, effort.block, first + effort.steps))
+
+    def _one(self, way: Way, index: int) -> tuple[float, float]:
         if way.load is not None:
             way.load(index)
         self.sync()
@@ -112,8 +165,7 @@ class Clock:
         way.step(index)
         returned = time.perf_counter()
         self.sync()
-        step.append((time.perf_counter() - started) * 1e6)
-        host.append((returned - started) * 1e6)
+        return (time.perf_counter() - started) * 1e6, (returned - started) * 1e6
 
     def _block(self, way: Way, size: int, first: int) -> float:
         self.sync()
@@ -127,8 +179,8 @@ class Clock:
         """Host time of short steps: of *size* calls in a row, before the device is waited for."""
         found: dict[str, list[float]] = {way.name: [] for way in ways}
         with guard.garbage_collection_held():
-            for _ in range(blocks):
-                for way in ways:
+            for turn in range(blocks):
+                for way in _rotated(ways, turn):
                     self.sync()
                     started = time.perf_counter()
                     for index in range(size):
@@ -136,6 +188,12 @@ class Clock:
                     found[way.name].append((time.perf_counter() - started) / size * 1e6)
         self.sync()
         return {name: Spread.of(values) for name, values in found.items()}
+
+
+def _rotated(ways: Sequence[Way], turn: int) -> list[Way]:
+    """*ways*, beginning with another one each turn."""
+    first = turn % max(1, len(ways))
+    return [*ways[first:], *ways[:first]]
 
 
 def worst_difference(way: Way, expected: Sequence[torch.Tensor]) -> float:

@@ -31,7 +31,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     way: str
     bucket: int
     step_us: Spread | None = None
-    """From the call until the device is done."""
+    """Wall time from the call until a synchronize that follows it returns: the device is done."""
     host_us: Spread | None = None
     """Until the call returns."""
     throughput_us: Spread | None = None
@@ -113,6 +113,10 @@ class Skip(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     failed: bool = False
     """It was tried and went wrong."""
+
+    def __post_init__(self) -> None:
+        if not self.why:
+            raise ValueError(f"no reason why {self.what!r} was not measured")
 
 
 class BenchReport(msgspec.Struct, kw_only=True):

@@ -20,8 +20,11 @@ from graphplat.buckets import default_ladder
 from graphplat.errors import ConfigError
 from graphplat.registry import resolve
 
-SECTIONS = ("host", "scaling", "capture", "prefill", "hf", "decode")
-"""In the order they run: those that need the compiler come last."""
+SECTIONS = ("host", "scaling", "capture", "decode", "prefill", "hf")
+"""In the order they run: a run cut short still has the times of decode steps."""
+
+_RESERVE = 0.1
+"""The part of the time limit that is kept for each later section when a compiler is started."""
 
 Say = Callable[[str], None]
 
@@ -31,7 +34,8 @@ class Bench:
     """One benchmark to run.
 
     *buckets* are the decode sizes that steps are timed at; *prefill_buckets* likewise count tokens.
-    *budget* is the seconds of measuring for each way and size.
+    *budget* is the seconds of measuring for each way and size. What does not fit into *time_limit* seconds
+    is skipped; a compiler is started only if a tenth of them stays for each later section.
     """
 
     device: str = "cpu"
@@ -109,9 +113,14 @@ class Bench:
         Ladder(subject, report, default_sizes(subject.slots)).run()
 
     def _decode(self, subject: Subject, report: BenchReport) -> None:
-        Steps(subject, report, "decode", self.budget, self.compiler, self.each).run(
-            self.buckets, report.decode
-        )
+        steps = Steps(subject, report, "decode", self.budget, self.compiler, self.each)
+        steps.reserve = self._reserve("decode")
+        steps.run(self.buckets, report.decode)
+
+    def _reserve(self, section: str) -> float:
+        """Seconds kept for the sections after *section*."""
+        later = [name for name in SECTIONS[SECTIONS.index(section) + 1 :] if name in self.sections]
+        return _RESERVE * self.time_limit * len(later)
 
     def _prefill(self, subject: Subject, report: BenchReport) -> None:
         from graphplat.bench.retained import retained
@@ -122,6 +131,11 @@ class Bench:
             report.skipped.append(Skip(section="prefill", what="steps and memory", why=why))
             return
         sizes = [size for size in self.prefill_buckets if size <= self.max_len]
+        for size in sorted(set(self.prefill_buckets) - set(sizes)):
+            why = f"the cache holds {self.max_len} tokens of a request"
+            report.skipped.append(Skip(section="prefill", what=f"steps of {size}", why=why))
+        if not sizes:
+            return
         Steps(subject, report, "prefill", self.budget).run(sizes, report.prefill)
         retained(subject, report, default_ladder(Phase.PREFILL, max(sizes)))
 

@@ -29,12 +29,20 @@ _Model = Annotated[
 _Device = Annotated[str, typer.Option(help="Torch device to measure.")]
 _Dtype = Annotated[Precision | None, typer.Option(help="By default float32 on cpu, else bfloat16.")]
 _Sections = Annotated[
-    str | None, typer.Option(help="Of host, scaling, capture, prefill, hf, decode; all by default.")
+    str | None,
+    typer.Option(
+        help="Of host, scaling, capture, decode, prefill, hf, which run in this order; all by default."
+    ),
 ]
 _Buckets = Annotated[str, typer.Option(help="Decode sizes.")]
 _PrefillBuckets = Annotated[str, typer.Option(help="Prefill sizes, in tokens.")]
 _MaxLen = Annotated[int, typer.Option(min=16, help="Tokens that the cache holds for a request.")]
-_TimeLimit = Annotated[float, typer.Option(help="Seconds; what does not fit is skipped.")]
+_TimeLimit = Annotated[
+    float,
+    typer.Option(
+        help="Seconds; what does not fit is skipped. The compiler leaves a tenth for each later section."
+    ),
+]
 _Budget = Annotated[float, typer.Option(help="Seconds of measuring for each way and size.")]
 _NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate in section hf.")]
 _Compiler = Annotated[bool, typer.Option(help="Measure what needs the compiler: minutes for 135M.")]
@@ -66,7 +74,7 @@ def command(
 
     All ways run in one process on one device, in turn, with fresh inputs; results are
     compared with eager before anything is timed. Says what it skipped and why. Fails if
-    a result is wrong.
+    a result is wrong. The JSON has the quartiles beside each median.
     """
     from graphplat.bench.run import SECTIONS, Bench
 
