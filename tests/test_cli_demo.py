@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -230,10 +232,51 @@ class TestCommandLine:
         """And no traceback."""
         assert run("nonsense").exit_code == 2
 
+    @pytest.mark.parametrize(
+        ("package", "extra", "arguments"),
+        [
+            ("typer", "cli", ["--help"]),
+            ("rich", "cli", ["platforms"]),
+            ("transformers", "transformers", ["demo", "--random"]),
+        ],
+    )
+    def test_a_missing_package_is_one_line_that_names_the_extra(self, package, extra, arguments):
+        """Status 2 and what to install, without a traceback."""
+        code = (
+            f"import sys; sys.modules[{package!r}] = None; sys.argv[0] = 'graphplat'; "
+            "from graphplat.cli.main import main; main()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2, done.stderr
+        assert done.stdout == ""
+        assert re.fullmatch(
+            rf'graphplat: {package}[.\w]* is not installed\. Run: pip install "graphplat\[{extra}\]"\n',
+            done.stderr,
+        )
+
+    def test_extras_are_those_that_the_distribution_has(self):
+        """Each package that commands may lack is in the extra that they name."""
+        project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+        extras = project["project"]["optional-dependencies"]
+        for package, extra in main.EXTRAS.items():
+            assert package in [re.match(r"[\w-]+", needed)[0] for needed in extras[extra]]
+
+    def test_a_missing_module_of_something_else_is_no_missing_extra(self, monkeypatch):
+        """What a model's own code fails to import is raised as it is."""
+
+        def lacking() -> None:
+            raise ModuleNotFoundError("No module named 'einops'", name="einops")
+
+        monkeypatch.setattr("graphplat.cli.app.app", lacking)
+        with pytest.raises(ModuleNotFoundError, match="einops"):
+            main.main()
+
     def test_the_entry_point_imports_no_model_library(self):
         """Help is quick."""
         code = (
-            "import sys, graphplat.cli.main; "
+            "import sys, graphplat.cli.app; "
             "sys.exit(any(name in sys.modules for name in ('transformers', 'graphplat.cli.demo_run')))"
         )
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

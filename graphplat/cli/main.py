@@ -2,19 +2,15 @@
 
 A subcommand ``NAME`` is a module ``graphplat.cli.NAME`` with a function ``command``, whose
 parameters typer reads and whose docstring is the help text. Its summary stands
-here, so that help imports none of them.
+here, so that help imports none of them. This module imports no optional package, so that
+:func:`main` can say which one is missing.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import sys
 from typing import Any
-
-import typer
-from typer.core import TyperGroup
 
 from graphplat.errors import GraphplatError
 
@@ -27,39 +23,34 @@ SUMMARIES = {
 }
 """Every subcommand and its line in the overview, in order."""
 
-
-class _Commands(TyperGroup):
-    """Finds subcommands by module, and imports one only to run it."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """The subcommands that are there."""
-        del ctx
-        return [name for name in SUMMARIES if importlib.util.find_spec(f"graphplat.cli.{name}")]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The subcommand, or ``None`` for an unknown name."""
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        module = importlib.import_module(f"graphplat.cli.{cmd_name}")
-        single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name, short_help=SUMMARIES[cmd_name])(module.command)
-        return typer.main.get_command(single)
+EXTRAS = {
+    "typer": "cli",
+    "rich": "cli",
+    "transformers": "transformers",
+    "matplotlib": "plot",
+    "pytest": "dev",
+}
+"""The optional packages that commands import, and the extra that brings each."""
 
 
-app = typer.Typer(cls=_Commands, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+def __getattr__(name: str) -> Any:
+    """``app``, made when it is asked for, since it needs an optional package."""
+    if name == "app":
+        from graphplat.cli.app import app
 
-
-@app.callback()
-def overview() -> None:
-    """Capture and replay device graphs for any inference runtime on any accelerator."""
+        return app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def main() -> None:
-    """Run the command line; an error of graphplat ends it with status 1 and one message.
+    """Run the command line.
 
-    Where ``GRAPHPLAT_SIMULATED`` names a device, it is there for every command.
+    An error of graphplat ends it with status 1 and one message, a missing optional package
+    with status 2. Where ``GRAPHPLAT_SIMULATED`` names a device, it is there for every command.
     """
     try:
+        from graphplat.cli.app import app
+
         if os.environ.get("GRAPHPLAT_SIMULATED"):
             from graphplat.testing.simulated import install_from_environment
 
@@ -68,3 +59,12 @@ def main() -> None:
     except GraphplatError as error:
         print(f"graphplat: {error}", file=sys.stderr)
         sys.exit(1)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        print(
+            f'graphplat: {error.name} is not installed. Run: pip install "graphplat[{extra}]"',
+            file=sys.stderr,
+        )
+        sys.exit(2)

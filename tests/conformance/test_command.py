@@ -78,6 +78,16 @@ def test_a_device_without_platform_is_one_message(python):
     assert "Traceback" not in output
 
 
+def test_without_pytest_it_is_one_line_that_names_the_extra(python):
+    """
+    The status is 2, and the line says what to install.
+    """
+    code = "import sys; sys.modules['pytest'] = None; from graphplat.cli.main import main; main()"
+    status, output = python("-c", code, "conformance", "--device", "cpu")
+    assert status == 2
+    assert output == 'graphplat: pytest is not installed. Run: pip install "graphplat[dev]"\n'
+
+
 def test_it_runs_on_a_vendor_that_is_only_installed(python, tmp_path):
     """
     A simulated device and its vendor's distribution are all that the command needs.
