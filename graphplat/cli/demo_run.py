@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +85,10 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @attrs.define(eq=False, kw_only=True)
 class Demo:
-    """One run of the demo. Prints as it goes; a quiet console keeps it silent."""
+    """One run of the demo. Prints as it goes; a quiet console keeps it silent.
+
+    Where the console is no terminal, a line on stderr names each part that can take a while.
+    """
 
     device: str
     model: Path | None
@@ -111,6 +115,7 @@ class Demo:
         ids = [loaded.tokenizer.encode(prompt) for prompt in self.prompts]
         expected, reference_speed = self._reference(loaded, ids)
         runner = self._runner(loaded, ids)
+        self._status("capturing graphs")
         with render.capture_bar(self.console):
             capture = capture_cuda_graphs(model_runner=runner)
         limit = max(self._prefill_buckets(ids))
@@ -148,6 +153,7 @@ class Demo:
         )
 
     def _load(self, device: torch.device) -> LoadedModel:
+        self._status("loading the model")
         dtype: torch.dtype = getattr(torch, self.dtype)
         if self.random:
             return random_model(device=device, dtype=dtype)
@@ -157,6 +163,7 @@ class Demo:
         self, loaded: LoadedModel, ids: Sequence[Sequence[int]]
     ) -> tuple[list[tuple[int, ...]], Speed]:
         """What the model's own ``generate`` says of each prompt alone, before anything is changed."""
+        self._status("generating with generate(), one prompt at a time")
         found = []
         started = time.perf_counter()
         for prompt in ids:
@@ -207,6 +214,7 @@ class Demo:
         ids: Sequence[Sequence[int]],
         loaded: LoadedModel | None = None,
     ) -> tuple[list[Completion], Speed, list[str]]:
+        self._status(f"generating: {mode}")
         streams = [TextStream(loaded.tokenizer.decode) for _ in ids] if loaded else []
         texts = [""] * len(ids)
 
@@ -234,6 +242,10 @@ class Demo:
             seconds=seconds,
         )
         return found, speed, texts
+
+    def _status(self, doing: str) -> None:
+        if not self.console.quiet and not self.console.is_terminal:
+            print(f"graphplat: {doing}", file=sys.stderr, flush=True)
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
