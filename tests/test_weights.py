@@ -286,8 +286,8 @@ def test_replaced_weights_are_not_kept_alive(
     runtime: Any, decode: Any, rows: Any, device: torch.device
 ) -> None:
     """
-    The step after a replacement lets go of what was replaced; a released runner holds no part of the model, so
-    that a runtime without room for two may replace all of it.
+    The step after a replacement lets go of what was replaced; a released runner holds no part of the model,
+    so that a runtime without room for two may replace all of it.
     """
     engine = Engine(runtime, device)
     weight = weakref.ref(engine.net.inner.weight)
