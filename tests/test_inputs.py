@@ -278,9 +278,10 @@ def test_a_bad_field_is_told_once(runtime: Any, decode: Any, rows: Any) -> None:
 @pytest.mark.parametrize("value", [{"x": 1}, None, torch.ones(2)], ids=lambda value: type(value).__name__)
 def test_what_is_no_batch_is_told_how_to_make_one(runtime: Any, decode: Any, rows: Any, value: Any) -> None:
     """The inputs alone, nothing, or a tensor: an InputError that names what came, before anything runs."""
-    runner = capture_cuda_graphs(model_runner=runtime(lambda b: b.inputs["x"] + 1)).decode_runner
+    capture = capture_cuda_graphs(model_runner=runtime(lambda b: b.inputs["x"] + 1))
+    runner, eager = capture.decode_runner, capture.eager_runner
     runner.execute(decode(2, x=rows(2)))
-    for call in (runner.execute, runner.explain, runner.can_run_graph):
+    for call in (runner.execute, runner.explain, runner.can_run_graph, eager.execute, eager.explain):
         with pytest.raises(
             InputError, match=f"expected a ForwardBatch, found {type(value).__name__}"
         ) as caught:
@@ -288,6 +289,7 @@ def test_what_is_no_batch_is_told_how_to_make_one(runtime: Any, decode: Any, row
         assert caught.value.phase == "decode"
         assert 'ForwardBatch(phase="decode", num_requests=' in str(caught.value.hint)
     assert sum(runner.stats.sizes.values()) == 1
+    assert eager.stats.steps == 0
 
 
 def test_a_batch_that_lacks_a_field_is_not_taken_for_another_type(

@@ -15,7 +15,7 @@ from graphplat.errors import CaptureError
 from graphplat.keys import ShapeKey
 from graphplat.outputs import RowAxis, infer_row_axes, shared_leaves
 from graphplat.report import Decision, Reason, RunnerStats
-from graphplat.runners.base import BaseRunner, BatchChecker
+from graphplat.runners.base import BaseRunner, BatchChecker, CheckedBatch, expect_batch
 from graphplat.runners.context import RunnerContext
 
 if TYPE_CHECKING:
@@ -42,18 +42,26 @@ class EagerRunner(BaseRunner):
 
     def explain(self, batch: ForwardBatch) -> Decision:
         """Always eager, for the reason that left the phase of *batch* without a runner of its own."""
-        self.checker(batch.phase).check(batch)
+        self._check(batch)
         return self._decision(batch.phase)
 
     def execute(self, batch: ForwardBatch) -> Any:
         """Check *batch* and run the model's forward."""
-        checked = self.checker(batch.phase).check(batch)
+        checked = self._check(batch)
         stats, decision = self.stats, self._decision(batch.phase)
         if decision.reason is not None:
             stats.eager[decision.reason] += 1
         stats.sizes[batch.num_requests if batch.phase is Phase.DECODE else batch.num_tokens] += 1
         stats.last = decision
         return self.run(batch, checked.leaves)
+
+    def _check(self, batch: ForwardBatch) -> CheckedBatch:
+        try:
+            phase = batch.phase
+        except AttributeError as error:
+            expect_batch(batch, Phase.DECODE, error)
+            raise
+        return self.checker(phase).check(batch)
 
     def _decision(self, phase: Phase) -> Decision:
         return self.context.without_graphs.get(phase, _EAGER)
