@@ -245,13 +245,13 @@ def test_a_batch_in_the_runners_own_buffers_survives_a_capture(
     assert runner.stats.replayed == 2
 
 
-@pytest.mark.parametrize(("others", "steps"), [(0, 1), (80, 8)], ids=["few", "many"])
+@pytest.mark.parametrize(("others", "steps"), [(0, 1), (80, 11)], ids=["few", "many"])
 def test_other_strides_at_the_old_address_are_found(
     runtime: Any, decode: Any, rows: Any, others: int, steps: int
 ) -> None:
     """
     vllm-ascend#7473: a weight transposed in place keeps its address, and is noticed all the same;
-    at once, or within eight steps where there are many tensors.
+    at once or, where there are many tensors, when its turn comes: eight of them are looked at in each step.
     """
     linear = torch.nn.Linear(3, 3, bias=False).to(rows(1).device)
     model = torch.nn.ModuleList([linear, *(torch.nn.Linear(1, 1, bias=False) for _ in range(others))])
