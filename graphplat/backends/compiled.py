@@ -46,6 +46,12 @@ class CompiledForward:
         """Run the compiled forward on the batch to capture."""
         return self.run(self.batch)
 
+    def again(self) -> Any:
+        """Run on the batch to capture once more, whose tensors are known to the compiler."""
+        assert self.kernels is not None  # noqa: S101 - it was captured
+        with breaks.running(self.batch):
+            return self.kernels.function(self.batch)
+
     def run(self, batch: ForwardBatch) -> Any:
         """Run the compiled forward on *batch*."""
         if self.kernels is None:

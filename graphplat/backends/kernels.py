@@ -127,14 +127,17 @@ class CompiledCall:
         if forward is None:
             raise RuntimeError("this recording was reset")
         frames = guard.compiled_frames()
-        with contextlib.ExitStack() as stack:
-            if _Modes.now(self.device) != self.modes:
+        if _Modes.now(self.device) == self.modes:
+            fresh = forward.again()
+        else:
+            with contextlib.ExitStack() as stack:
                 self.modes.enter(self.device, stack)
-            fresh = dict(tree.walk(forward()))
+                fresh = forward.again()
+        found = {"": fresh} if isinstance(fresh, torch.Tensor) else dict(tree.walk(fresh))
         with torch.inference_mode():  # the one mode that may write to either kind of tensor
             for path, target in self.targets:
-                if fresh[path].data_ptr() != target.data_ptr():
-                    target.copy_(fresh[path])
+                if found[path].data_ptr() != target.data_ptr():
+                    target.copy_(found[path])
         if guard.compiled_frames() != frames:
             warnings.warn(
                 "the compiler ran during a replay: what the forward depends on has changed since capture, "
