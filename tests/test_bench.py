@@ -127,7 +127,10 @@ def test_host_scaling_and_capture_have_a_row_for_each_way() -> None:
     ]
     assert report.host[0].over_replay_us == 0
     assert [row.buckets for row in report.scaling] == [1, 8, 64, 512]
-    assert {row.buckets for row in report.capture} == {1, 3}
+    ladders = {row.way: row.buckets for row in report.capture}
+    assert ladders["graphplat full"] == ladders["by hand, one pool, largest warmed up"] == 3
+    assert ladders["by hand, the largest alone"] == ladders["graphplat full, the largest prefill alone"] == 1
+    assert ladders["graphplat full, prefill too"] > 3
     assert not report.failed
 
 

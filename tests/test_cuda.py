@@ -19,6 +19,7 @@ from graphplat import (
     CaptureError,
     ForwardBatch,
     InputSpec,
+    Phase,
     PhaseConfig,
     Reason,
     TensorSpec,
@@ -295,6 +296,25 @@ def test_a_ladder_takes_little_more_memory_than_its_largest_bucket(runtime: Make
 
     one, many = reserved((128,)), reserved(None)
     assert 128 * 65_536 * 4 <= one <= many <= 1.25 * one
+
+
+def test_both_phases_take_little_more_memory_than_the_largest_bucket(runtime: Make) -> None:
+    """vllm#9724: prefill and decode graphs share one pool, so together they take what the largest takes."""
+    wide = torch.randn(3, 65_536, device="cuda")
+    spec = {
+        phase: InputSpec(x=TensorSpec((rows, 3), dtype=torch.float32))
+        for phase, rows in ((Phase.DECODE, "requests"), (Phase.PREFILL, "tokens"))
+    }
+    prefill = PhaseConfig(backend="full", buckets=(16, 64, 256), max_requests=4)
+
+    def reserved(**phases: PhaseConfig) -> int:
+        model = runtime(lambda batch: (batch.inputs["x"] @ wide).relu(), spec, **phases)
+        return capture_cuda_graphs(model_runner=model).report.graph_bytes
+
+    one = PhaseConfig(backend="full", buckets=(256,), max_requests=4)
+    alone = reserved(prefill=one, decode=PhaseConfig(backend="disabled"))
+    both = reserved(prefill=prefill, decode=PhaseConfig())
+    assert 256 * 65_536 * 4 <= alone <= both <= 1.25 * alone
 
 
 @pytest.mark.parametrize("backend", ["full", "breakable"])

@@ -1,9 +1,11 @@
-"""Section ``capture``: seconds and bytes of a whole ladder, by hand and through graphplat."""
+"""Section ``capture``: seconds and bytes of whole ladders, by hand and through graphplat."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 
@@ -12,17 +14,19 @@ from graphplat.bench.hand import Hand, timed_graph_module
 from graphplat.bench.records import BenchReport, CaptureRow, Skip, Spread
 from graphplat.bench.subject import Subject
 from graphplat.config import PhaseConfig
+from graphplat.runners import BaseRunner
 
 _REPEATS = 3
 
 
 @attrs.define(eq=False)
 class Ladder:
-    """Captures decode graphs of one ladder again and again."""
+    """Captures decode graphs of one ladder again and again, and prefill graphs beside them."""
 
     subject: Subject
     report: BenchReport
     sizes: Sequence[int]
+    prefill_sizes: Sequence[int] = ()
     batches: dict[int, ForwardBatch] = attrs.field(factory=dict)
 
     def run(self) -> None:
@@ -39,30 +43,55 @@ class Ladder:
             ways |= {"torch graph(), own pools, two warm-ups each": self._context_managers}
         else:
             self._skip("torch graph()", f"torch.{subject.clock.device.type} has no such context manager")
-        capture = subject.capture(decode={"buckets": list(self.sizes)})
-        runner = capture.decode_runner
-
-        def through_graphplat() -> tuple[float, int | None]:
-            seconds = subject.clock.seconds(runner.recapture)
-            return seconds, sum(shape.bytes or 0 for shape in runner.context.shapes)
-
-        ways["graphplat full"] = through_graphplat
-        found = self._repeat(ways, release=runner.release)
+        runners: list[BaseRunner] = []
+        counts = dict.fromkeys(ways, len(self.sizes)) | {"by hand, the largest alone": 1}
+        for name, settings in self._ladders().items():
+            capture = subject.capture(**settings)
+            active = [runner for runner in (capture.prefill_runner, capture.decode_runner) if runner.buckets]
+            runners += active
+            counts[name] = sum(len(runner.buckets) for runner in active)
+            ways[name] = functools.partial(self._through_graphplat, active)
+        found = self._repeat(ways, runners)
         self.report.capture += [
             CaptureRow(
                 way=name,
-                buckets=1 if name.endswith("alone") else len(self.sizes),
+                buckets=counts[name],
                 seconds=Spread.of([seconds for seconds, _ in results]),
                 bytes=results[-1][1],
             )
             for name, results in found.items()
         ]
 
+    def _ladders(self) -> dict[str, dict[str, Any]]:
+        """What graphplat captures, as settings of both phases."""
+        decode, none = {"buckets": list(self.sizes)}, {"backend": "disabled"}
+        ladders: dict[str, dict[str, Any]] = {"graphplat full": {"decode": decode}}
+        if self.prefill_sizes and self.subject.is_reference:
+            prefill: dict[str, Any] = {"backend": "full", "max_requests": self.subject.slots}
+            largest = prefill | {"buckets": [max(self.prefill_sizes)]}
+            both = prefill | {"buckets": list(self.prefill_sizes)}
+            ladders["graphplat full, prefill too"] = {"decode": decode, "prefill": both}
+            ladders["graphplat full, the largest prefill alone"] = {"decode": none, "prefill": largest}
+        return ladders
+
+    def _through_graphplat(self, runners: Sequence[BaseRunner]) -> tuple[float, int | None]:
+        def capture() -> None:
+            for runner in runners:
+                runner.recapture()
+
+        seconds = self.subject.clock.seconds(capture)
+        return seconds, sum(shape.bytes or 0 for shape in runners[0].context.shapes)
+
     def _repeat(
-        self, ways: dict[str, Callable[[], tuple[float, int | None]]], *, release: Callable[[], None]
+        self, ways: dict[str, Callable[[], tuple[float, int | None]]], runners: Sequence[BaseRunner]
     ) -> dict[str, list[tuple[float, int | None]]]:
         """In turn; before each the graphs of graphplat are gone and the cache is empty."""
         found: dict[str, list[tuple[float, int | None]]] = {name: [] for name in ways}
+
+        def release() -> None:
+            for runner in runners:
+                runner.release()
+
         for turn in range(_REPEATS):
             for name, way in ways.items():
                 if turn and self.subject.clock.left() <= 0:

@@ -110,7 +110,8 @@ class Bench:
         host.scaling(subject.clock, report)
 
     def _capture(self, subject: Subject, report: BenchReport) -> None:
-        Ladder(subject, report, default_sizes(subject.slots)).run()
+        prefill = [size for size in self.prefill_buckets if size <= self.max_len]
+        Ladder(subject, report, default_sizes(subject.slots), prefill).run()
 
     def _decode(self, subject: Subject, report: BenchReport) -> None:
         steps = Steps(subject, report, "decode", self.budget, self.compiler, self.each)
