@@ -8,6 +8,7 @@ that importing a plugin imports no vendor package.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -73,6 +74,12 @@ class StreamGraphPlatform(Platform, abstract=True):
             raise PlatformError(f"torch.{self.api.module} does not exist", platform=self.name)
         return module
 
+    @functools.cached_property
+    def _raw_stream(self) -> Any:
+        """Gives the current stream of a device index as a number, or ``None``; looked up once, for every step."""
+        name = self.api.raw_stream
+        return None if name is None else getattr(torch._C, name, None)
+
     def _optional(self, name: str, *args: Any, **keywords: Any) -> Any:
         """Call a member that some releases lack; ``None`` where it does."""
         function = getattr(self._module, name, None)
@@ -104,10 +111,9 @@ class StreamGraphPlatform(Platform, abstract=True):
 
     def stream_key(self, device: torch.device) -> Any:
         """The current stream's handle, or the stream itself where torch has no cheaper token."""
-        raw = getattr(torch._C, self.api.raw_stream, None) if self.api.raw_stream else None
-        if raw is None or device.index is None:
+        if self._raw_stream is None or device.index is None:
             return self.current_stream(device)
-        return raw(device.index)
+        return self._raw_stream(device.index)
 
     def new_stream(self, device: torch.device) -> Any:
         """A stream from the device's pool, never the default one."""
