@@ -9,48 +9,38 @@ when nobody waits is the last request's cache moved into the gap.
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 import torch
 
-from graphplat.batch import ForwardBatch
 from graphplat.errors import InputError
+from graphplat.integrations.decoding import DecodeFeed, Executor, TokenCopy, TokenReader, greedy
+from graphplat.integrations.requests import Call, Completion, OnToken, Request
 from graphplat.integrations.transformers import CausalLMRunner
+from graphplat.registry import platform_for
 
 if TYPE_CHECKING:
     from graphplat.capture import CudaGraphsCapture
 
-OnToken = Callable[[int, int], None]
-"""Called with the prompt's index and its new token, in the order of generation."""
-
-
-class Executor(Protocol):
-    """What runs batches: any runner of graphplat."""
-
-    def execute(self, batch: ForwardBatch) -> Any:
-        """The forward's output for *batch*."""
-
-
-@attrs.frozen
-class Completion:
-    """What one prompt got."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """New tokens; the last is the stop token if it ended so."""
-    finish_reason: Literal["stop", "length"]
+__all__ = ["Completion", "Engine", "Executor", "OnToken", "PhaseTiming", "stop_tokens"]
 
 
 @attrs.define
 class PhaseTiming:
-    """Steps of one phase; seconds include the read of their tokens by the host."""
+    """Steps of one phase.
+
+    Seconds are those that the host spent to launch steps and to wait for their tokens, not those in
+    ``on_token``, though a step may run on the device meanwhile.
+    """
 
     steps: int = 0
+    """With lookahead, those also whose tokens were all dropped."""
     tokens: int = 0
-    """Prefill: prompt tokens; decode: new tokens."""
+    """Prefill: prompt tokens; decode: new tokens, without dropped ones."""
     seconds: float = 0.0
 
     @property
@@ -60,28 +50,18 @@ class PhaseTiming:
 
 
 @attrs.define(eq=False)
-class _Request:
-    index: int
-    prompt: tuple[int, ...]
-    slot: int = -1
-    done: int = 0
-    """Prompt tokens whose keys and values are in the cache."""
-    tokens: list[int] = attrs.field(factory=list)
-    finish_reason: Literal["stop", "length"] | None = None
-
-    @property
-    def cached(self) -> int:
-        """Tokens in the cache: all but the newest."""
-        return self.done + max(0, len(self.tokens) - 1)
-
-
-@attrs.define(eq=False)
 class Engine:
     """Runs prompts to their end through *prefill* and *decode*.
 
     *max_prefill_tokens* bounds one prefill batch; a longer prompt is cut into chunks
     of that size. *stop_tokens* defaults to the model's own generation settings.
     Times of all calls add up in ``prefill_timing`` and ``decode_timing``.
+
+    With *lookahead* a decode step is launched before the tokens of the one before are read, so that
+    the device need not wait for the host. No step is launched for a request beyond its last token. That a
+    token was a stop token is seen when the next step is under way: what that step computes for the
+    request is dropped, and the other requests of the batch get theirs before a newcomer joins. ``None``
+    looks ahead where the device works beside the host, so not on one without streams, such as a CPU.
     """
 
     runner: CausalLMRunner
@@ -89,10 +69,11 @@ class Engine:
     decode: Executor
     max_prefill_tokens: int = 2048
     stop_tokens: frozenset[int] | None = None
+    lookahead: bool | None = None
     prefill_timing: PhaseTiming = attrs.field(factory=PhaseTiming, init=False)
     decode_timing: PhaseTiming = attrs.field(factory=PhaseTiming, init=False)
-    _waiting: collections.deque[_Request] = attrs.field(factory=collections.deque, init=False)
-    _running: list[_Request] = attrs.field(factory=list, init=False)
+    _waiting: collections.deque[Request] = attrs.field(factory=collections.deque, init=False)
+    _running: list[Request] = attrs.field(factory=list, init=False)
 
     @classmethod
     def from_capture(cls, runner: CausalLMRunner, capture: CudaGraphsCapture, **settings: Any) -> Self:
@@ -109,18 +90,20 @@ class Engine:
         """Greedy completions of token lists, in their order.
 
         More prompts than slots wait their turn. Raises :class:`InputError`, before
-        anything runs, for an empty prompt or one that does not fit with its new tokens.
+        anything runs, for an empty prompt or one that does not fit with its new tokens. What a
+        step or *on_token* raises ends the call once nothing is in flight; the next call starts afresh.
         """
-        requests = [_Request(index, tuple(prompt)) for index, prompt in enumerate(prompts)]
+        requests = [Request(index, tuple(prompt)) for index, prompt in enumerate(prompts)]
         self._check(requests, max_new_tokens)
-        stops = stop_tokens(self.runner.model) if self.stop_tokens is None else self.stop_tokens
+        call = self._call(max_new_tokens, on_token)
         self._waiting.extend(requests)
         try:
             with torch.inference_mode():
                 while self._waiting or self._running:
-                    stepped = self._prefill_step() if self._can_admit() else self._decode_step()
-                    for request in stepped:
-                        _settle(request, stops, max_new_tokens, on_token)
+                    if self._can_admit():
+                        self._prefill_step(call)
+                    else:
+                        self._decode_until_one_ends(call)
                     self._running = [request for request in self._running if request.finish_reason is None]
         finally:
             self._waiting.clear()
@@ -130,7 +113,15 @@ class Engine:
             for request in requests
         ]
 
-    def _check(self, requests: Sequence[_Request], max_new_tokens: int) -> None:
+    def _call(self, max_new_tokens: int, on_token: OnToken | None) -> Call:
+        device = self.runner.device
+        platform = platform_for(device)
+        reader = TokenReader(platform, device, self.runner.max_requests)
+        ahead = platform.current_stream(device) is not None if self.lookahead is None else self.lookahead
+        stops = stop_tokens(self.runner.model) if self.stop_tokens is None else self.stop_tokens
+        return Call(stops, max_new_tokens, on_token, reader, int(ahead))
+
+    def _check(self, requests: Sequence[Request], max_new_tokens: int) -> None:
         if max_new_tokens < 1:
             raise InputError(f"{max_new_tokens} new tokens asked for", field="max_new_tokens")
         if self.max_prefill_tokens < 1:
@@ -151,9 +142,9 @@ class Engine:
     def _can_admit(self) -> bool:
         return bool(self._waiting) and len(self._running) < self.runner.max_requests
 
-    def _prefill_step(self) -> list[_Request]:
+    def _prefill_step(self, call: Call) -> None:
         """Prefill as many waiting prompts as slots and the token bound allow; they join the batch."""
-        taken: list[_Request] = []
+        taken: list[Request] = []
         room = self.max_prefill_tokens
         free = [slot for slot in range(self.runner.max_requests) if slot not in self._slots()]
         while self._waiting and free and (not taken or len(self._waiting[0].prompt) <= room):
@@ -161,18 +152,16 @@ class Engine:
             request.slot = free.pop(0)
             room -= len(request.prompt)
             taken.append(request)
-        started = time.perf_counter()
-        # Only a prompt taken alone can be longer than a batch.
-        while len(taken[0].prompt) - taken[0].done > self.max_prefill_tokens:
-            self._prefill_chunk(taken, [self.max_prefill_tokens])
-        tokens = self._prefill_chunk(taken, [len(request.prompt) - request.done for request in taken])
-        self.prefill_timing.seconds += time.perf_counter() - started
-        for request, token in zip(taken, tokens, strict=True):
-            request.tokens.append(token)
+        with _timed(self.prefill_timing):
+            # Only a prompt taken alone can be longer than a batch.
+            while len(taken[0].prompt) - taken[0].done > self.max_prefill_tokens:
+                self._prefill_chunk(taken, [self.max_prefill_tokens])
+            tokens = self._prefill_chunk(taken, [len(request.prompt) - request.done for request in taken])
         self._running += taken
-        return taken
+        for request, token in zip(taken, tokens, strict=True):
+            call.settle(request, token)
 
-    def _prefill_chunk(self, requests: Sequence[_Request], lengths: Sequence[int]) -> list[int]:
+    def _prefill_chunk(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[int]:
         """Run the next tokens of *requests*, one of *lengths* each; returns what would follow them."""
         used = requests[: len(lengths)]
         batch = self.runner.prefill_batch(
@@ -180,7 +169,7 @@ class Engine:
             [r.slot for r in used],
             [r.done for r in used],
         )
-        tokens = _tokens(self.prefill.execute(batch))
+        tokens: list[int] = greedy(self.prefill.execute(batch)).tolist()
         for request, length in zip(used, lengths, strict=True):
             request.done += length
         self.prefill_timing.steps += 1
@@ -189,20 +178,46 @@ class Engine:
 
     # Decode
 
-    def _decode_step(self) -> list[_Request]:
+    def _decode_until_one_ends(self, call: Call) -> None:
+        """Decode the running requests until one or more of them end; nothing is in flight then."""
         self._compact()
-        running = self._running
-        started = time.perf_counter()
-        batch = self.runner.decode_batch(
-            [request.tokens[-1] for request in running], [request.cached for request in running]
-        )
-        tokens = _tokens(self.decode.execute(batch))
-        self.decode_timing.seconds += time.perf_counter() - started
-        self.decode_timing.steps += 1
-        self.decode_timing.tokens += len(tokens)
-        for request, token in zip(running, tokens, strict=True):
-            request.tokens.append(token)
-        return running
+        # As many steps as the first to reach its length needs. So a step launched too early for a
+        # request that had stopped writes where that request might have gone on, within its slot.
+        steps = min(call.left(request) for request in self._running)
+        feed = self._feed(steps)
+        flying: collections.deque[TokenCopy] = collections.deque()
+        try:
+            for _ in range(steps):
+                with _timed(self.decode_timing):
+                    flying.append(call.reader.send(feed.step()))
+                self.decode_timing.steps += 1
+                if len(flying) > call.ahead and self._land(flying, call):
+                    break
+            while flying:
+                self._land(flying, call)
+        finally:
+            for copy in flying:
+                copy.wait()
+
+    def _feed(self, steps: int) -> DecodeFeed:
+        with _timed(self.decode_timing):
+            return DecodeFeed.start(
+                self.runner,
+                self.decode,
+                [request.tokens[-1] for request in self._running],
+                [request.cached for request in self._running],
+                steps,
+            )
+
+    def _land(self, flying: collections.deque[TokenCopy], call: Call) -> bool:
+        """Wait for the oldest step in flight and hand its tokens out; returns whether a request has ended."""
+        with _timed(self.decode_timing):
+            tokens = flying.popleft().wait()
+        for request, token in zip(self._running, tokens, strict=True):
+            if request.finish_reason is None:
+                self.decode_timing.tokens += 1
+                call.settle(request, token)
+        return any(request.finish_reason is not None for request in self._running)
 
     def _compact(self) -> None:
         """Bring the running requests into slots 0, 1, 2 … with as few moves as can be."""
@@ -230,19 +245,9 @@ def stop_tokens(model: Any) -> frozenset[int]:
     return frozenset([found] if isinstance(found, int) else found)
 
 
-def _settle(request: _Request, stops: frozenset[int], limit: int, on_token: OnToken | None) -> None:
-    """Hand the newest token out, and see whether it was the last."""
-    token = request.tokens[-1]
-    if on_token is not None:
-        on_token(request.index, token)
-    if token in stops:
-        request.finish_reason = "stop"
-    elif len(request.tokens) >= limit:
-        request.finish_reason = "length"
-
-
-def _tokens(output: torch.Tensor) -> list[int]:
-    """Greedy choices, from logits if need be."""
-    chosen = output.argmax(-1) if output.is_floating_point() else output
-    tokens: list[int] = chosen.tolist()
-    return tokens
+@contextlib.contextmanager
+def _timed(timing: PhaseTiming) -> Iterator[None]:
+    """Count the seconds of a body that ends well."""
+    started = time.perf_counter()
+    yield
+    timing.seconds += time.perf_counter() - started
