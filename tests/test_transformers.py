@@ -275,6 +275,99 @@ class TestModels:
             CausalLMRunner(make_model(), max_requests=8, graph_config=config)
 
 
+def gemma() -> Any:
+    """Its attention can be served; its norms scale by ``1 + weight``."""
+    config = transformers.GemmaConfig(**SMALL, head_dim=8)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+class TestFusedNorms:
+    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize(
+        ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=["float32", "bfloat16"]
+    )
+    def test_logits_differ_by_rounding(self, family, dtype, tolerance):
+        """
+        Prefill and decode give the model's own logits within 0.0001 of the largest in single precision and
+        0.1 of it in bfloat16, with no norm of the model's own left.
+        """
+        logits = []
+        for fused in (False, True):
+            model = make_model(family).to(dtype)
+            for name, weight in model.named_parameters():
+                if "norm" in name:  # all one in a fresh model
+                    weight.data = torch.linspace(0.5, 1.5, len(weight), dtype=dtype)
+            runner = CausalLMRunner(model, max_requests=6, max_len=32, fused_norms=fused)
+            prefilled = runner.forward(runner.prefill_batch(PROMPTS, range(4)))
+            logits.append(torch.cat((prefilled, runner.forward(decode_next(runner)))).float())
+            names = {type(module).__name__ for module in model.modules() if "Norm" in type(module).__name__}
+            assert (names == {"RMSNorm"}) == fused
+        assert (logits[1] - logits[0]).abs().max() <= tolerance * logits[0].abs().max()
+
+    def test_weights_are_shared_under_their_names(self):
+        """Every parameter is the very object that it was; a second runner finds nothing left to do."""
+        model = make_model("qwen3")
+        before = dict(model.named_parameters())
+        keys = list(model.state_dict())
+        for _ in range(2):
+            CausalLMRunner(model, max_len=32, fused_norms=True)
+            after = dict(model.named_parameters())
+            assert list(after) == list(before)
+            assert all(after[name] is before[name] for name in before)
+            assert list(model.state_dict()) == keys
+        norm = model.model.norm
+        assert isinstance(norm, torch.nn.RMSNorm)
+        assert norm.eps == model.config.rms_norm_eps
+        assert not norm.training
+
+    @pytest.mark.parametrize("case", ["other scale", "other epsilon", "bias", "none"])
+    def test_other_norms_are_refused_and_the_model_is_left_alone(self, case):
+        """The error names the module and the way out; no module and no setting of the model has changed."""
+        model = gemma() if case == "other scale" else make_model()
+        last = model.model.norm
+        if case == "other epsilon":  # the one that is compared last
+            last.forward = lambda x: torch.nn.functional.rms_norm(
+                x, (32,), last.weight, 4 * last.variance_epsilon
+            )
+        elif case == "bias":
+            last.bias = torch.nn.Parameter(torch.zeros(32))
+        elif case == "none":
+            for module in model.modules():
+                if type(module).__name__ == "LlamaRMSNorm":
+                    del module.variance_epsilon
+        before, attention = dict(model.named_modules()), model.config._attn_implementation
+        named = {"other scale": r"model\.layers\.0\.input_layernorm", "none": "has no RMSNorm"}
+        with pytest.raises(ConfigError, match=named.get(case, r"model\.norm, a LlamaRMSNorm")) as caught:
+            CausalLMRunner(model, max_len=32, fused_norms=True)
+        assert "Leave fused_norms off" in str(caught.value)
+        assert dict(model.named_modules()) == before
+        assert model.config._attn_implementation == attention
+
+    def test_the_default_random_generator_is_left_alone(self):
+        """The inputs that norms are compared on are drawn from another one."""
+        before = torch.get_rng_state()
+        CausalLMRunner(make_model(), max_len=32, fused_norms=True)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_graphs_give_what_eager_gives(self, device, dtype):
+        """Bit for bit, in both phases, where graph and eager have the same size."""
+        config = GraphConfig(
+            decode=PhaseConfig(buckets=(4,)),
+            prefill=PhaseConfig(backend="full", buckets=(18,), max_requests=4),
+        )
+        model = make_model().to(device, dtype)
+        runner = CausalLMRunner(model, max_requests=4, max_len=32, graph_config=config, fused_norms=True)
+        capture = capture_cuda_graphs(model_runner=runner)
+        packed = runner.prefill_batch(PROMPTS, range(4))
+        batch = ForwardBatch(phase="prefill", num_requests=4, num_tokens=18, inputs=packed.inputs)
+        for graphs, step in ((capture.prefill_runner, batch), (capture.decode_runner, decode_next(runner))):
+            found = graphs.execute(step)
+            assert torch.equal(found, runner.forward(step))
+            assert graphs.stats.replayed == 1
+
+
 def make_engine(
     model: Any, prefill: str = "full", decode: str = "full", **settings: Any
 ) -> tuple[Engine, CaptureReport]:

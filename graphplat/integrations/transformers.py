@@ -21,7 +21,8 @@ from graphplat.breaks import running
 from graphplat.config import GraphConfig, PhaseConfig
 from graphplat.errors import ConfigError, InputError
 from graphplat.inputs import InputSpec, TensorSpec, UpTo
-from graphplat.integrations.slot_model import ATTENTION, SlotModel
+from graphplat.integrations.norms import find_fused_norms, replace_modules
+from graphplat.integrations.slot_model import ATTENTION, SlotModel, check_model
 from graphplat.integrations.slot_steps import (
     DecodeStep,
     Kernel,
@@ -64,6 +65,11 @@ class CausalLMRunner(ModelRunner):
     Sets the attention of *model* to :data:`ATTENTION`, which acts like ``sdpa`` whenever
     the model is called by others. Raises :class:`ConfigError` for a model whose cache
     is not plain full attention on one device.
+
+    *fused_norms* puts ``torch.nn.RMSNorm`` on the same weights in the place of *model*'s own norms, for
+    everyone who calls it; hooks on those are lost. That is one kernel for some eight of Llama's, and
+    results differ by rounding. Raises :class:`ConfigError`, with *model* left as it was, if a norm computes
+    something else, as one that scales by ``1 + weight`` does.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class CausalLMRunner(ModelRunner):
         returns: Literal["logits", "tokens"] = "logits",
         max_history: int = 0,
         kernel: Kernel = "sdpa",
+        fused_norms: bool = False,
     ) -> None:
         self.graph_config = graph_config or GraphConfig(
             decode=PhaseConfig(max_size=max_requests), prefill=PhaseConfig(backend="disabled")
@@ -87,6 +94,8 @@ class CausalLMRunner(ModelRunner):
                 field="decode.buckets",
                 hint="Raise max_requests, or set decode.max_size",
             )
+        check_model(model)
+        norms = find_fused_norms(model) if fused_norms else {}
         self._slot_model = SlotModel(model)
         self.model: torch.nn.Module = model
         self.device = torch.device(model.device)
@@ -95,6 +104,7 @@ class CausalLMRunner(ModelRunner):
         self.max_history = max_history if self._is_masked else 0
         self.kernel = kernel
         self.store = self._slot_model.make_store(max_requests, max_len)
+        replace_modules(model, norms)
 
     @property
     def _is_masked(self) -> bool:
