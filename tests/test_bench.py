@@ -139,8 +139,32 @@ def test_generation_compares_tokens() -> None:
     pytest.importorskip("transformers")
     report = bench(sections=("hf",))
     ways = {row.way: row for row in report.generate}
-    assert {"generate(), dynamic cache", "graphplat full"} <= ways.keys()
+    names = list(ways)
+    assert names[0] == "generate(), dynamic cache"
+    place = names.index("graphplat full")
+    assert names[place : place + 2] == ["graphplat full", "graphplat full, fused norms"]
     assert all((row.same_tokens, row.tokens) == (4, 4) for row in report.generate)
+
+
+def test_the_way_with_fused_norms_leaves_the_others_theirs(monkeypatch) -> None:
+    """It runs on a copy of the model that shares the weights, so no other way gets its norms."""
+    transformers = pytest.importorskip("transformers")
+    from graphplat.integrations import transformers as integration
+
+    models = []
+
+    class Noting(integration.CausalLMRunner):
+        def __init__(self, model: Any, **settings: Any) -> None:
+            super().__init__(model, **settings)
+            models.append((settings["fused_norms"], model))
+
+    monkeypatch.setattr(integration, "CausalLMRunner", Noting)
+    bench(sections=("hf",))
+    (plain,) = [model for fused, model in models if not fused]
+    (fused,) = [model for fused, model in models if fused]
+    assert isinstance(plain.model.norm, transformers.models.llama.modeling_llama.LlamaRMSNorm)
+    assert isinstance(fused.model.norm, torch.nn.RMSNorm)
+    assert all(a is b for a, b in zip(plain.parameters(), fused.parameters(), strict=True))
 
 
 def test_a_wrong_result_is_reported_and_not_timed() -> None:

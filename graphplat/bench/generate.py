@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -111,13 +113,19 @@ class Generation:
         yield "generate(), dynamic cache", generate
         yield "generate(), static cache, its default compile", lambda: generate(cache_implementation="static")
         yield "graphplat full", lambda: self._engine(model, prompt, "full")
+        yield (
+            "graphplat full, fused norms",
+            lambda: self._engine(_with_same_weights(model), prompt, "full", fused_norms=True),
+        )
         platform = self.subject.clock.platform
         if platform.capabilities.compiled:
             yield "graphplat compiled", lambda: self._engine(model, prompt, "compiled")
         else:
             self._skip("graphplat compiled", f"{platform.name} does not declare it")
 
-    def _engine(self, model: Any, prompt: list[int], backend: str) -> Callable[[], list[int]]:
+    def _engine(
+        self, model: Any, prompt: list[int], backend: str, *, fused_norms: bool = False
+    ) -> Callable[[], list[int]]:
         from graphplat.capture import capture_cuda_graphs
         from graphplat.integrations.generation import Engine
         from graphplat.integrations.transformers import CausalLMRunner
@@ -129,7 +137,14 @@ class Generation:
             }
         )
         length = PROMPT + self.new
-        runner = CausalLMRunner(model, max_requests=1, max_len=length, returns="tokens", graph_config=config)
+        runner = CausalLMRunner(
+            model,
+            max_requests=1,
+            max_len=length,
+            returns="tokens",
+            graph_config=config,
+            fused_norms=fused_norms,
+        )
         capture = capture_cuda_graphs(model_runner=runner)
         self._captures.append(capture)
         engine = Engine.from_capture(runner, capture, stop_tokens=frozenset())
@@ -157,6 +172,12 @@ class Generation:
 
     def _skip(self, what: str, why: str, *, failed: bool = False) -> None:
         self.report.skipped.append(Skip(section="hf", what=what, why=why, failed=failed))
+
+
+def _with_same_weights(model: torch.nn.Module) -> Any:
+    """A copy of *model* whose modules may be replaced; it shares every parameter and buffer."""
+    shared = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def _common(wanted: list[int], found: list[int]) -> int:
