@@ -76,7 +76,7 @@ class StreamGraphPlatform(Platform, abstract=True):
 
     @functools.cached_property
     def _raw_stream(self) -> Any:
-        """Gives the current stream of a device index as a number, or ``None``; looked up once, for every step."""
+        """Gives the current stream of a device index as a number, or ``None``; looked up but once."""
         name = self.api.raw_stream
         return None if name is None else getattr(torch._C, name, None)
 

@@ -82,6 +82,18 @@ def pad(runner: CausalLMRunner, batch: ForwardBatch, requests: int, tokens: int)
     )
 
 
+@pytest.mark.parametrize(
+    ("backend", "chosen"), [("full", "sdpa"), ("breakable", "sdpa"), ("compiled", "matmul")]
+)
+def test_attention_follows_the_backend_unless_a_kernel_is_given(backend, chosen):
+    """Decode attends by the fused kernel, and by two products where the compiler can fuse what is around."""
+    config = GraphConfig(decode=PhaseConfig(backend=backend, max_size=2))
+    settings = {"max_requests": 2, "max_len": 16, "graph_config": config}
+    assert CausalLMRunner(make_model("llama"), **settings).kernel == chosen
+    for kernel in ("sdpa", "matmul"):
+        assert CausalLMRunner(make_model("llama"), **settings, kernel=kernel).kernel == kernel
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
 @pytest.mark.parametrize("kernel", ["sdpa", "matmul"])

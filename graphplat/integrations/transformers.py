@@ -66,6 +66,9 @@ class CausalLMRunner(ModelRunner):
     the model is called by others. Raises :class:`ConfigError` for a model whose cache
     is not plain full attention on one device.
 
+    *kernel* is how decode attends. By default it is the fused kernel, or two products under the ``compiled``
+    backend: the compiler can fuse what lies around those, and nothing into the other.
+
     *fused_norms* puts ``torch.nn.RMSNorm`` on the same weights in the place of *model*'s own norms, for
     everyone who calls it; hooks on those are lost. That is one kernel for some eight of Llama's, and
     results differ by rounding. Raises :class:`ConfigError`, with *model* left as it was, if a norm computes
@@ -81,7 +84,7 @@ class CausalLMRunner(ModelRunner):
         graph_config: GraphConfig | None = None,
         returns: Literal["logits", "tokens"] = "logits",
         max_history: int = 0,
-        kernel: Kernel = "sdpa",
+        kernel: Kernel | None = None,
         fused_norms: bool = False,
     ) -> None:
         self.graph_config = graph_config or GraphConfig(
@@ -102,7 +105,8 @@ class CausalLMRunner(ModelRunner):
         self.returns = returns
         self._prefill_backend = self.graph_config.prefill.backend
         self.max_history = max_history if self._is_masked else 0
-        self.kernel = kernel
+        compiled = self.graph_config.decode.backend == "compiled"
+        self.kernel: Kernel = kernel or ("matmul" if compiled else "sdpa")
         self.store = self._slot_model.make_store(max_requests, max_len)
         replace_modules(model, norms)
 
