@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from graphplat import guard
+from graphplat.plugin_hooks import warn
+
 if TYPE_CHECKING:
     from graphplat.buffers import BoundInputs
 
 _FEWEST, _MOST = 8, 32
 _RING_BYTES = 1 << 18
-_MOST_SPANS = 1024
+_MOST_CUTS = 1024
 _MOST_BYTES = 1 << 20
 """Larger layouts are copied field by field: the packing would cost more than the launches."""
 
@@ -29,7 +32,7 @@ class _Slot:
 
 @attrs.define(eq=False)
 class Staging:
-    """A ring of pinned copies of one layout.
+    """A ring of pinned copies of one layout, allocated when the first host batch comes.
 
     The caller's tensors are free as soon as :meth:`send` returns, since they were copied
     on the host. A slot is reused only after the device has read it: an event per half
@@ -37,10 +40,16 @@ class Staging:
     """
 
     bound: BoundInputs
-    _ring: torch.Tensor
+    usable: bool = True
+    _ring: torch.Tensor | None = None
     _slots: list[_Slot] = attrs.field(factory=list)
     _events: dict[int, Any] = attrs.field(factory=dict)
+    """By the first slot of the half that each guards."""
     _next: int = 0
+    _cuts: int = 0
+    """Sizes remembered in all slots."""
+    _given_up: list[torch.Tensor] = attrs.field(factory=list)
+    """Rings that the device may still read."""
 
     @classmethod
     def of(cls, bound: BoundInputs) -> Staging | None:
@@ -49,25 +58,30 @@ class Staging:
         if not capabilities.pinned_memory or bound.nbytes > _MOST_BYTES or not bound.fields:
             return None
         if bound.staging is None:
-            slots = min(_MOST, max(_FEWEST, _RING_BYTES // max(bound.nbytes, 1))) // 2 * 2
-            with torch.inference_mode(False):
-                ring = torch.zeros(slots, bound.nbytes, dtype=torch.uint8).pin_memory()
-            bound.staging = cls(bound, ring)
+            bound.staging = cls(bound)
         return bound.staging
 
-    def send(self, values: list[torch.Tensor], requests: int, tokens: int) -> None:
+    def send(self, values: list[torch.Tensor], requests: int, tokens: int) -> bool:
         """Pack *values*, one for each field in order, and copy the whole layout, padded rows included.
 
-        Shapes and types must be those of the fields. Call after ``arena.enter_stream()``.
+        Shapes and types must be those of the fields. Call after ``arena.enter_stream()``. Returns
+        ``False``, with a warning at the first time, where no pinned memory is to be had.
         """
+        if self._ring is None and not self._allocate():
+            return False
+        try:
+            self._send(values, (requests, tokens))
+        except BaseException:
+            self._start_again()
+            raise
+        return True
+
+    def _send(self, values: list[torch.Tensor], rows: tuple[int, int]) -> None:
         slot = self._free_slot()
-        rows = (requests, tokens)
         heads = slot.heads.get(rows)
         if heads is None:
-            if len(slot.heads) >= _MOST_SPANS:  # bounds the cache where token counts vary widely
-                slot.heads.clear()
-            heads = slot.heads[rows] = self._heads(slot, requests, tokens)
-        if slot.rows[0] > requests or slot.rows[1] > tokens:
+            heads = self._cut(slot, rows)
+        if slot.rows[0] > rows[0] or slot.rows[1] > rows[1]:
             self._fill(slot)
         slot.rows = rows
         torch._foreach_copy_(heads, values)
@@ -78,23 +92,52 @@ class Staging:
         bound.rows = rows
         self._fence()
 
+    def _allocate(self) -> bool:
+        if not self.usable:
+            return False
+        slots = min(_MOST, max(_FEWEST, _RING_BYTES // max(self.bound.nbytes, 1))) // 2 * 2
+        try:
+            # Not beside a capture of another thread, which some devices would end.
+            with guard.CAPTURE_LOCK, torch.inference_mode(False):
+                self._ring = torch.zeros(slots, self.bound.nbytes, dtype=torch.uint8).pin_memory()
+        except RuntimeError as error:
+            self.usable = False
+            warn(f"host batches are copied field by field, since pinning memory failed: {error}")
+        return self.usable
+
+    def _start_again(self) -> None:
+        """After a step that was cut short: nothing is known of what the device has read."""
+        ring, self._ring = self._ring, None
+        self._slots.clear()
+        self._events.clear()
+        self._next = self._cuts = 0
+        arena = self.bound.arena
+        try:
+            arena.platform.synchronize_stream(arena.stream)
+        except Exception:  # noqa: BLE001 - the step's own error is on its way to the caller
+            self._given_up += [] if ring is None else [ring]
+
     def _free_slot(self) -> _Slot:
         index = self._next
         if index == len(self._slots):
             self._slots.append(self._make_slot(index))
-        elif self._events and (event := self._events.pop(index, None)) is not None:
+        elif (event := self._events.get(index)) is not None:
             self.bound.arena.platform.synchronize_event(event)
+            del self._events[index]
         return self._slots[index]
 
     def _fence(self) -> None:
+        """Go on to the next slot; at the end of a half, record when the device has read it."""
+        assert self._ring is not None  # noqa: S101 - send() allocated it
         half = len(self._ring) // 2
-        self._next += 1
-        if self._next % half == 0:
+        following = self._next + 1
+        if following % half == 0:
             arena = self.bound.arena
-            self._events[self._next - half] = arena.platform.record_event(arena.stream)
-            self._next %= 2 * half
+            self._events[following - half] = arena.platform.record_event(arena.stream)
+        self._next = following % (2 * half)
 
     def _make_slot(self, index: int) -> _Slot:
+        assert self._ring is not None  # noqa: S101 - send() allocated it
         statics, offset = [], 0
         with torch.inference_mode(False):
             raw = self._ring[index]
@@ -111,10 +154,16 @@ class Staging:
         for field, static in zip(self.bound.fields, slot.statics, strict=True):
             static.fill_(field.fill)
 
-    def _heads(self, slot: _Slot, requests: int, tokens: int) -> list[torch.Tensor]:
+    def _cut(self, slot: _Slot, rows: tuple[int, int]) -> list[torch.Tensor]:
+        if self._cuts >= _MOST_CUTS:  # bounds the memory where token counts vary widely
+            for known in self._slots:
+                known.heads.clear()
+            self._cuts = 0
         heads = []
         with torch.inference_mode(False):
             for field, static in zip(self.bound.fields, slot.statics, strict=True):
-                rows = field.spec.rows(requests, tokens)
-                heads.append(static if rows is None else static[:rows])
+                count = field.spec.rows(*rows)
+                heads.append(static if count is None else static[:count])
+        slot.heads[rows] = heads
+        self._cuts += 1
         return heads

@@ -225,21 +225,29 @@ class StreamGraphPlatform(Platform, abstract=True):
         self._generators.pop(id(graph), None)
 
     def abort_capture(self, graph: Any, *, pool: Any, stream: Any) -> bool:
-        """Take the stream out of capture, and destroy the graph."""
-        sound = id(graph) in self._begun
+        """Take the stream out of capture, and destroy the graph, also where ending it fails."""
+        sound = False
         try:
-            if sound or self.is_capturing():
+            sound = self._end_somehow(graph)
+        finally:
+            if not sound:
+                self._after_invalid(graph, pool, stream)
+            graph.reset()
+            self._begun.discard(id(graph))
+            self._generators.pop(id(graph), None)
+        return sound
+
+    def _end_somehow(self, graph: Any) -> bool:
+        """End the capture; returns whether it had begun and ended as it should."""
+        begun = id(graph) in self._begun
+        try:
+            if begun or self.is_capturing():
                 self.capture_end(graph)
         except Exception:  # noqa: BLE001 - an invalidated capture always ends with an error
-            sound = False
             if self.is_capturing():  # it failed before it reached the device, which must not go on recording
                 graph.capture_end()
-        if not sound:
-            self._after_invalid(graph, pool, stream)
-        graph.reset()
-        self._begun.discard(id(graph))
-        self._generators.pop(id(graph), None)
-        return sound
+            return False
+        return begun
 
     def _after_invalid(self, graph: Any, pool: Any, stream: Any) -> None:
         """Undo what a failed ``capture_begin`` or ``capture_end`` left; nothing by default."""

@@ -19,6 +19,7 @@ Described = tuple[Address, torch.Size, tuple[int, ...], torch.dtype]
 _plain: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _size: Callable[[torch.Tensor], Any] = torch.Tensor.size
 _stride: Callable[[torch.Tensor], Any] = torch.Tensor.stride
+_dtype: Callable[[torch.Tensor], Any] = operator.attrgetter("dtype")
 _AT_ONCE = 8
 _FEW = 64
 
@@ -48,10 +49,10 @@ class WeightWatch:
 
     In-place updates keep both and need nothing. A replaced submodule, a rebound parameter, a
     swapped ``.data`` or a replaced extra changes one of them. Comparing runs in C over what the
-    modules' dictionaries hold, so that a step can afford it. What was replaced stays alive until
-    the next step finds it, or until :meth:`forget`.
+    modules' dictionaries hold, so that a step can afford it. What was replaced stays alive until a step
+    finds it, or until :meth:`forget`.
 
-    Where there are more than 64 tensors, one that got other sizes or strides at its old address
+    Where there are more than 64 tensors, one that got other sizes, strides or another type at its old address
     (``w.data = w.data.t()``) is found when its turn comes: each step looks at eight of them, since
     comparing all at every step would cost five times as much as comparing addresses.
     """
@@ -60,50 +61,65 @@ class WeightWatch:
     _model: torch.nn.Module | None = None
     _holders: tuple[dict[str, Any], ...] = ()
     """Parameters, buffers and submodules of every module; empty ones too, since something may be added."""
+    _others: tuple[Any, ...] = ()
+    """The same of modules that keep them elsewhere, as TorchScript does."""
     _held: list[Any] = attrs.field(factory=list)
     _live: list[torch.Tensor] = attrs.field(factory=list)
     _pointers: list[Address] = attrs.field(factory=list)
     _locate: Callable[[torch.Tensor], Address] = _plain
-    _layouts: list[tuple[list[torch.Tensor], list[Any], list[Any]]] = attrs.field(factory=list)
-    """Tensors that are looked at together, their sizes and strides."""
+    _layouts: list[tuple[list[torch.Tensor], list[Any], list[Any], list[Any]]] = attrs.field(factory=list)
+    """Tensors that are looked at together, their sizes, strides and types."""
     _turn: int = 0
     _reshaped: bool = False
     """A layout was found changed; kept until :meth:`remember`, since only some are looked at each time."""
     _extras: dict[str, Described] = attrs.field(factory=dict)
     _named: dict[str, Described] = attrs.field(factory=dict)
     """For saying which of them moved."""
+    _moved: str | None = None
+    """What had moved when the watch was given up."""
 
     def remember(self) -> None:
         """Take the present state as what the graphs have baked in."""
-        self._model = self.model_runner.model
-        self._holders = tuple(
+        self._model, self._moved = self.model_runner.model, None
+        holders: list[Any] = [
             holder
             for module in self._model.modules()
             for holder in (module._parameters, module._buffers, module._modules)
-        )
-        self._held = gc.get_referents(*self._holders)
+        ]
+        self._holders = tuple(holder for holder in holders if isinstance(holder, dict))
+        self._others = tuple(holder for holder in holders if not isinstance(holder, dict))
+        self._held = self._read()
         self._live = [held for held in self._held if isinstance(held, torch.Tensor)]
+        plain = [held for held in self._live if not hasattr(type(held), "__tensor_flatten__")]
         usual = all(type(held).data_ptr is torch.Tensor.data_ptr for held in self._live)
-        wrapped = any(hasattr(type(held), "__tensor_flatten__") for held in self._live)
-        self._locate = _plain if usual and not wrapped else _address
+        self._locate = _plain if usual and len(plain) == len(self._live) else _address
         self._pointers = list(map(self._locate, self._live))
-        turns = -(-len(self._live) // _AT_ONCE) if len(self._live) > _FEW else 1
-        shares = [] if wrapped else [self._live[turn::turns] for turn in range(turns)]
-        self._layouts = [(share, list(map(_size, share)), list(map(_stride, share))) for share in shares]
+        turns = -(-len(plain) // _AT_ONCE) if len(plain) > _FEW else 1
+        shares = [plain[turn::turns] for turn in range(turns)]
+        self._layouts = [
+            (share, list(map(_size, share)), list(map(_stride, share)), list(map(_dtype, share)))
+            for share in shares
+        ]
         self._turn, self._reshaped = 0, False
         self._extras = self._describe_extras()
         self._named = self._describe_named()
 
     def forget(self) -> None:
         """Hold no tensor, where no graph is left."""
-        self._model, self._holders = None, ()
+        self._model, self._moved, self._holders, self._others = None, None, (), ()
         self._held, self._live, self._pointers, self._layouts = [], [], [], []
         self._extras, self._named = {}, {}
 
+    def give_up(self, moved: str) -> None:
+        """Answer *moved* from now on and hold no tensor: until :meth:`remember` no graph is right."""
+        self.forget()
+        self._moved = moved
+
     def moved(self) -> str | None:
         """What moved since :meth:`remember`, by name, or ``None``."""
-        # Reads all dictionaries in one call. All that matters of its result is that it stays the same.
-        held = gc.get_referents(*self._holders)
+        if self._moved is not None:
+            return self._moved
+        held = self._read()
         if (
             self.model_runner.model is self._model
             and len(held) == len(self._held)
@@ -115,13 +131,24 @@ class WeightWatch:
             return None
         return self._name_moved()
 
+    def _read(self) -> list[Any]:
+        # All dictionaries in one call. All that matters of its result is that it stays the same.
+        held = gc.get_referents(*self._holders)
+        for holder in self._others:
+            held += holder.values()
+        return held
+
     def _same_layouts(self) -> bool:
         """Compare sizes and strides: of all tensors, or of eight others at each call."""
         if self._reshaped or not self._layouts:
             return not self._reshaped
         self._turn = turn = (self._turn + 1) % len(self._layouts)
-        looked_at, sizes, strides = self._layouts[turn]
-        self._reshaped = list(map(_size, looked_at)) != sizes or list(map(_stride, looked_at)) != strides
+        looked_at, sizes, strides, types = self._layouts[turn]
+        self._reshaped = (
+            list(map(_size, looked_at)) != sizes
+            or list(map(_stride, looked_at)) != strides
+            or list(map(_dtype, looked_at)) != types
+        )
         return not self._reshaped
 
     def _same_extras(self) -> bool:
@@ -159,11 +186,13 @@ class WeightWatch:
         return {name: _describe(tensor) for name, tensor in extras.items()} if extras else {}
 
     def _describe_named(self) -> dict[str, Described]:
-        model = self.model_runner.model
-        named = itertools.chain(
-            model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-        )
-        return {name: _describe(tensor) for name, tensor in named}
+        # Read from the dictionaries: a model may give named_parameters() a meaning of its own.
+        found: dict[str, Described] = {}
+        for path, module in self.model_runner.model.named_modules():
+            for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+                if tensor is not None:
+                    found[f"{path}.{name}" if path else name] = _describe(tensor)
+        return found
 
     def _name_moved(self) -> str:
         if self.model_runner.model is not self._model:

@@ -105,7 +105,7 @@ class BatchChecker:
         except InputError as error:
             raise InputError(
                 error.what, phase=self.phase, field=error.field, hint=error.hint, bucket=error.bucket
-            ) from error.__cause__  # which may be foreign; the error itself would say all this twice
+            ) from (error.__cause__ or error.__context__)  # the error itself would say all this twice
         except AttributeError as error:
             expect_batch(batch, self.phase, error)
             raise

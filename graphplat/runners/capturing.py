@@ -35,11 +35,15 @@ def capture_planned(runner: GraphRunner, plan: CapturePlan) -> None:
 
     What a failure leaves without a graph is noted as missing.
     """
+    if runner.config.weights != "off":
+        runner.watch.remember()
     try:
         if runner.context.peers is not None:
             runner.context.peers.same_plan(runner.phase, runner.config, plan.keys)
         if runner.config.capture == "startup":
             _capture_startup(runner, plan.keys)
+            if not runner.entries:
+                runner.watch.forget()
     except BaseException as error:
         why = (Reason.CAPTURE_FAILED, f"the capture was cut short: {type(error).__name__}: {error}")
         runner.missing |= {key: why for key in plan.keys if key not in runner.entries | runner.missing}
@@ -53,6 +57,8 @@ def capture_on_use(runner: GraphRunner, key: ShapeKey) -> Entry | None:
         runner.drop(next(iter(runner.entries)))
     if not _make_room(runner, key):
         return None
+    if not runner.entries and runner.config.weights != "off":
+        runner.watch.remember()
     runner.context.release_memory()
     with runner.context.together(f"the capture of {key}"):
         capture_shapes(runner, [key])
@@ -106,6 +112,9 @@ def capture_shapes(runner: GraphRunner, keys: list[ShapeKey], *, retry: bool = F
     """
     context = runner.context
     with contextlib.ExitStack() as stack:
+        if runner.config.weights == "off":  # known while outputs are placed, and not held beyond that
+            runner.watch.remember()
+            stack.callback(runner.watch.forget)
         with context.together(f"the start of {runner.phase} captures"):
             if context.hooks is not None:
                 for participant in context.hooks.capture_participants(

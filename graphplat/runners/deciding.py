@@ -15,7 +15,7 @@ from graphplat.report import Decision, Reason
 if TYPE_CHECKING:
     from graphplat.batch import ForwardBatch
     from graphplat.keys import Family, ShapeKey
-    from graphplat.peers import PeerAgreement
+    from graphplat.peers import PeerAgreement, Step
     from graphplat.runners.base import CheckedBatch
     from graphplat.runners.graph import Entry, GraphRunner
 
@@ -140,8 +140,12 @@ def held(
     return entry
 
 
-def decide_with_peers(runner: GraphRunner, batch: ForwardBatch) -> tuple[CheckedBatch, Decision]:
+def decide_with_peers(
+    runner: GraphRunner, batch: ForwardBatch
+) -> tuple[ForwardBatch, CheckedBatch, Decision]:
     """Agree with all ranks; every rank reaches the collective, also with a bad batch.
+
+    Gives the batch too, taken out of the static buffers, since any rank may make all of them capture.
 
     A rank without work takes the others' size and family, so that it replays the same graph. Ranks that
     ask for different families run eagerly, all of them. Raises what :meth:`PeerAgreement.step` raises.
@@ -150,6 +154,9 @@ def decide_with_peers(runner: GraphRunner, batch: ForwardBatch) -> tuple[Checked
     where = f"a {runner.phase} step"
     try:
         checked = runner.checker.check(batch)
+        if any(map(runner.context.arena.holds, checked.leaves.values())):
+            batch = runner.out_of_buffers(batch)
+            checked = runner.checker.check(batch)
         size = runner.size_of(batch)
         own = _own_part(runner, batch, checked, size)
         family = own if isinstance(own, tuple) else None
@@ -163,20 +170,25 @@ def decide_with_peers(runner: GraphRunner, batch: ForwardBatch) -> tuple[Checked
     can_graph = not isinstance(own, Decision)
     held = (len(runner.entries) << 20) + len(runner.missing)
     agreed = peers.step(size, index, held, can_graph=can_graph, moved=moved is not None, where=where)
+    return batch, checked, _common(runner, own, agreed)
+
+
+def _common(runner: GraphRunner, own: Family | Decision | None, agreed: Step) -> Decision:
+    """What all ranks do, given this one's own part; captures anew where a weight moved on any."""
     if isinstance(own, Decision):
-        return checked, own
+        return own
     if not agreed.all_graph:
-        return checked, Decision(reason=Reason.PEER_RANK_EAGER, detail="another rank cannot replay")
+        return Decision(reason=Reason.PEER_RANK_EAGER, detail="another rank cannot replay")
     if not agreed.size:
-        return checked, Decision(reason=Reason.EMPTY_BATCH)
+        return Decision(reason=Reason.EMPTY_BATCH)
     if agreed.family is None:
-        return checked, Decision(reason=Reason.PEER_RANK_EAGER, detail="ranks ask for different graphs")
+        return Decision(reason=Reason.PEER_RANK_EAGER, detail="ranks ask for different graphs")
     if not agreed.same_graphs:
         detail = "ranks hold different graphs: call recapture() on all of them"
-        return checked, Decision(reason=Reason.PEER_RANK_EAGER, detail=detail)
+        return Decision(reason=Reason.PEER_RANK_EAGER, detail=detail)
     if agreed.any_moved:
         _recapture(runner)
-    return checked, find(runner, agreed.size, runner.families[agreed.family])
+    return find(runner, agreed.size, runner.families[agreed.family])
 
 
 def _own_part(
@@ -226,10 +238,12 @@ def check_weights(runner: GraphRunner, decision: Decision) -> Decision:
 
 
 def _moved(runner: GraphRunner) -> str | None:
-    return None if runner.config.weights == "off" else runner.watch.moved()
+    # Without a graph nothing has baked in an address.
+    return None if runner.config.weights == "off" or not runner.entries else runner.watch.moved()
 
 
 def _policy(runner: GraphRunner, moved: str) -> Decision:
+    runner.watch.give_up(moved)
     if runner.config.weights == "eager":
         return Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
     raise WeightsMovedError(

@@ -17,7 +17,7 @@ from graphplat.errors import GraphplatError
 from graphplat.outputs import GraphOutput, copy_output
 from graphplat.report import Decision, Reason, RunnerStats
 from graphplat.runners import deciding
-from graphplat.runners.base import BaseRunner, CheckedBatch, expect_batch
+from graphplat.runners.base import BaseRunner, CheckedBatch
 from graphplat.runners.capturing import capture_on_use, capture_planned, place_output
 from graphplat.runners.fitting import warn_if_short
 from graphplat.runners.planning import CapturePlan
@@ -131,8 +131,9 @@ class GraphRunner(BaseRunner):
         """What :meth:`execute` would do on this rank alone; ``WEIGHTS_MOVED`` also where it raises that."""
         checked = self.checker.check(batch)
         decision = deciding.decide(self, batch, checked, self.size_of(batch))
-        if decision.is_graph and self.config.weights in ("eager", "raise") and (moved := self.watch.moved()):
-            return Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
+        if decision.is_graph and self.config.weights in ("eager", "raise"):
+            moved = self.watch.moved() if self.entries else None
+            return decision if moved is None else Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
         return decision
 
     def execute(self, batch: ForwardBatch) -> Any:
@@ -141,9 +142,8 @@ class GraphRunner(BaseRunner):
         with context.arena.lock:
             try:
                 plan = self._plans.get((batch.num_requests, batch.num_tokens, batch.variant))
-            except AttributeError as error:
-                expect_batch(batch, self.phase, error)
-                raise
+            except (AttributeError, TypeError):  # no batch, or counts that are none: the full way says which
+                return self._execute_checked(batch)
             if plan is None or batch.phase is not self.phase or (self._watched and self.watch.moved()):
                 return self._execute_checked(batch)
             context.arena.enter_stream()
@@ -164,11 +164,10 @@ class GraphRunner(BaseRunner):
             checked = self.checker.check(batch)
             decision = deciding.decide(self, batch, checked, self.size_of(batch))
             if decision.key is not None and self._would_lose(checked, decision.key):
-                batch = self._out_of_buffers(batch)
+                batch = self.out_of_buffers(batch)
                 checked = self.checker.check(batch)
         else:
-            batch = self._out_of_buffers(batch)  # a peer may make all ranks capture
-            checked, decision = deciding.decide_with_peers(self, batch)
+            batch, checked, decision = deciding.decide_with_peers(self, batch)
         if decision.key is not None and self.context.peers is None:
             decision = deciding.check_weights(self, decision)
         if decision.key is None:
@@ -181,7 +180,7 @@ class GraphRunner(BaseRunner):
             key not in self.entries or (self.config.weights == "recapture" and bool(self.watch.moved()))
         )
 
-    def _out_of_buffers(self, batch: ForwardBatch) -> ForwardBatch:
+    def out_of_buffers(self, batch: ForwardBatch) -> ForwardBatch:
         """*batch* with copies of what a runtime wrote into the static buffers."""
         taken = copy.copy(batch)
         taken.inputs = self.context.arena.copied_out(batch.inputs)
@@ -240,8 +239,9 @@ class GraphRunner(BaseRunner):
         before stay usable.
         """
         with self.context.arena.lock, self.context.together(f"the capture of {self.phase} graphs"):
+            if self.entries:  # what they have baked in is about to be forgotten
+                self.release()
             self.released = False
-            self.watch.remember()
             self.families = list(deciding.families(self))
             plan = CapturePlan.make(self)
             self.keys = {(key.size, key.family): key for key in (*plan.keys, *plan.dropped)}

@@ -90,6 +90,8 @@ class StepPlan:
 
     def load(self, inputs: Mapping[str, Any]) -> bool:
         """Bring *inputs* in and reset padded rows; ``False``, with nothing changed, for the full way."""
+        if type(inputs) is not dict:  # the full way says what is wrong, or reads it
+            return False
         try:
             sources = self._on_host(inputs) if self.from_host else None
             found = None if sources is not None else self._fresh(inputs)
@@ -99,8 +101,7 @@ class StepPlan:
             return False
         self.from_host = sources is not None  # as the next batch will probably be
         if sources is not None and self.staging is not None:
-            self.staging.send(sources, self.requests, self.tokens)
-            return True
+            return self.staging.send(sources, self.requests, self.tokens)
         if found is None:
             return False
         self.inputs.reset_outside(self.requests, self.tokens)
