@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from graphplat import capture
 from graphplat.batch import Phase
-from graphplat.bench import measure
+from graphplat.bench import decode, host, measure, retained, subject
 from graphplat.bench.decode import COMPILED, Steps
 from graphplat.bench.fields import FiveFields
 from graphplat.bench.floor import Floor
+from graphplat.bench.hand import Hand
 from graphplat.bench.measure import Clock, Effort, Schedule, Way
 from graphplat.bench.plot import padding_by_size
 from graphplat.bench.records import BenchReport, Skip, Spread
@@ -187,6 +189,100 @@ def test_a_wrong_result_is_reported_and_not_timed() -> None:
     assert rows["liar"].difference == 0.5
     assert report.failed
     assert report.skipped[-1].what == "liar at 2"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_row_that_is_off_by_an_eighth_is_timed_only_where_kernels_differ(exact: bool) -> None:
+    """In bfloat16 that is within what other kernels may differ by; the same kernels must be equal."""
+    report = bench(sections=())
+    right = torch.ones(4, 3, dtype=torch.bfloat16)
+    wrong = right.clone()
+    wrong[2] *= 1.125
+    ways = [Way("eager", lambda index: right), Way("off", lambda index: wrong, exact=exact)]
+    section = Steps(SimpleNamespace(clock=clock()), report, "decode", 0.01)  # type: ignore[arg-type]
+    rows = {row.way: row for row in section._measured(ways, 4, [SimpleNamespace(num_tokens=4)])}  # type: ignore[list-item]
+    assert rows["off"].difference == 0.125
+    assert (rows["off"].step_us is None) is exact
+    assert [(skip.what, skip.failed) for skip in report.skipped] == [("off at 4", True)] * exact
+    assert report.failed is exact
+
+
+def test_ways_that_run_the_eager_kernels_have_to_be_equal(monkeypatch) -> None:
+    """All in decode; in prefill breakable graphs, as whole ones attend by a mask over packed tokens."""
+    monkeypatch.setattr(decode, "worst_difference", lambda way, expected: 0.125 * (way.name != "eager"))
+    report = bench(sections=("decode", "prefill"), dtype="bfloat16", buckets=(2,), prefill_buckets=(8,))
+    failed = {(skip.section, skip.what) for skip in report.skipped if skip.failed}
+    assert failed == {
+        ("decode", "bare graph at 2"),
+        ("decode", "graphplat full at 2"),
+        ("decode", "graphplat breakable at 2"),
+        ("prefill", "graphplat breakable at 8"),
+    }
+    timed = {row.way for row in report.prefill if row.step_us is not None}
+    assert timed == {"eager", "bare graph", "graphplat full"}
+    steps = Steps(SimpleNamespace(), report, "decode", 0.01)  # type: ignore[arg-type]
+    compiled = (*COMPILED, "graphplat compiled", "graphplat compiled, each size")
+    assert not any(steps._is_exact(way) for way in compiled)
+
+
+@pytest.fixture
+def made(monkeypatch) -> SimpleNamespace:
+    """Whatever the benchmark captures from now on, through graphplat and by hand."""
+    noted = SimpleNamespace(captures=[], hands=[])
+    honest, by_hand = capture.capture_cuda_graphs, Hand.capture
+
+    def capturing(**settings: Any) -> Any:
+        noted.captures.append(honest(**settings))
+        return noted.captures[-1]
+
+    def capturing_by_hand(self: Hand, *arguments: Any, **settings: Any) -> Any:
+        noted.hands.append(self)
+        return by_hand(self, *arguments, **settings)
+
+    for module in (capture, host, retained, subject):
+        monkeypatch.setattr(module, "capture_cuda_graphs", capturing)
+    monkeypatch.setattr(Hand, "capture", capturing_by_hand)
+    return noted
+
+
+BREAKS = [
+    ("host", "measure.Clock.host", True),
+    ("scaling", "measure.Clock.seconds", False),
+    ("scaling", "measure.Clock.host", False),
+    ("capture", "measure.Clock.seconds", True),
+    ("capture", "capturing.CaptureRow", True),
+    ("decode", "measure.Clock.seconds", True),
+    ("decode", "measure.Clock.steps", True),
+    ("prefill", "measure.Clock.host", False),
+    ("prefill", "measure.Clock.steps", True),
+    ("prefill", "retained.RetainedRow", True),
+    ("hf", "generate.Generation._measure", False),
+]
+
+
+@pytest.mark.parametrize(("section", "where", "by_hand"), BREAKS)
+def test_a_section_that_breaks_leaves_no_graph(
+    monkeypatch, made, section: str, where: str, by_hand: bool
+) -> None:
+    """What it had captured is destroyed, through graphplat or by hand, so that its memory is free again."""
+    if section == "hf":
+        pytest.importorskip("transformers")
+
+    def breaking(*arguments: Any, **settings: Any) -> None:
+        for argument in arguments:
+            if callable(argument):
+                argument()
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(f"graphplat.bench.{where}", breaking)
+    report = bench(sections=(section,))
+    assert [(skip.section, skip.why) for skip in report.skipped if skip.failed] == [
+        (section, "RuntimeError: broken")
+    ]
+    assert made.captures
+    assert bool(made.hands) is by_hand
+    assert [capture.eager_runner.context.live_graphs for capture in made.captures] == [0] * len(made.captures)
+    assert not [hand for hand in made.hands if hand.graphs]
 
 
 def test_a_section_that_breaks_leaves_the_others(monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,13 +28,20 @@ def static_copy(batch: ForwardBatch) -> ForwardBatch:
 
 def bare_graph(
     clock: Clock,
+    held: ExitStack,
     function: Callable[[ForwardBatch], torch.Tensor],
     static: ForwardBatch,
     batches: Sequence[ForwardBatch],
-    name: str = "bare graph",
+    *,
+    name: str,
+    exact: bool,
 ) -> Way:
-    """*function* of *static* captured by hand; a step is a replay and nothing else."""
+    """*function* of *static* captured by hand; a step is a replay and nothing else.
+
+    *exact* says whether it runs the kernels of the eager forward. The graph is destroyed when *held* closes.
+    """
     hand = Hand(clock)
+    held.callback(hand.release)
     with hand.session():
         made = hand.capture(lambda: function(static), warmups=2)
     targets = list(static.inputs.values())
@@ -42,7 +50,7 @@ def bare_graph(
         for target, source in zip(targets, batches[index].inputs.values(), strict=True):
             target.copy_(source)
 
-    def replay(index: int, _hand: Hand = hand) -> torch.Tensor:  # which owns pool and stream
+    def replay(index: int) -> torch.Tensor:
         del index
         made.graph.replay()
         found: torch.Tensor = made.output
@@ -52,7 +60,7 @@ def bare_graph(
         name,
         replay,
         load=load,
-        exact=name == "bare graph",
+        exact=exact,
         warmup_seconds=made.warmup_seconds,
         capture_seconds=made.capture_seconds,
         capture_bytes=made.bytes,

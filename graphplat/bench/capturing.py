@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
@@ -12,7 +13,7 @@ import attrs
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.bench.hand import Hand, timed_graph_module
 from graphplat.bench.records import BenchReport, CaptureRow, Skip, Spread
-from graphplat.bench.subject import Subject
+from graphplat.bench.subject import Subject, hold
 from graphplat.config import PhaseConfig
 from graphplat.runners import BaseRunner
 
@@ -30,7 +31,11 @@ class Ladder:
     batches: dict[int, ForwardBatch] = attrs.field(factory=dict)
 
     def run(self) -> None:
-        """Add a row for every way."""
+        """Add a row for every way. No graph is left, whatever goes wrong."""
+        with ExitStack() as held:
+            self._measure(held)
+
+    def _measure(self, held: ExitStack) -> None:
         subject = self.subject
         self.batches = {size: subject.decode_batches(size, 1)[0] for size in self.sizes}
         ways: dict[str, Callable[[], tuple[float, int | None]]] = {
@@ -46,7 +51,7 @@ class Ladder:
         runners: list[BaseRunner] = []
         counts = dict.fromkeys(ways, len(self.sizes)) | {"by hand, the largest alone": 1}
         for name, settings in self._ladders().items():
-            capture = subject.capture(**settings)
+            capture = hold(held, subject.capture(**settings))
             active = [runner for runner in (capture.prefill_runner, capture.decode_runner) if runner.buckets]
             runners += active
             counts[name] = sum(len(runner.buckets) for runner in active)
@@ -99,7 +104,6 @@ class Ladder:
                 release()
                 self.subject.clock.platform.empty_cache()
                 found[name].append(way())
-        release()
         return found
 
     def _by_hand(
@@ -125,9 +129,11 @@ class Ladder:
         return self._timed(hand, capture)
 
     def _timed(self, hand: Hand, capture: Callable[[], None]) -> tuple[float, int | None]:
-        seconds = self.subject.clock.seconds(capture)
-        sizes = [made.bytes for made in hand.graphs if made.bytes is not None]
-        hand.release()
+        try:
+            seconds = self.subject.clock.seconds(capture)
+            sizes = [made.bytes for made in hand.graphs if made.bytes is not None]
+        finally:
+            hand.release()
         return seconds, sum(sizes) if sizes else None
 
     def _context_managers(self) -> tuple[float, int | None]:
@@ -137,19 +143,18 @@ class Ladder:
         kept = []
         self.subject.clock.sync()
         started = time.perf_counter()
-        for size in reversed(self.sizes):
-            forward = self._forward(size)
-            for _ in range(2):
-                forward()
-            graph = platform.create_graph()
-            with module.graph(graph):
-                output = forward()
-            kept.append((graph, output))
-        self.subject.clock.sync()
-        seconds = time.perf_counter() - started
-        after = platform.reserved_bytes(device)
-        for graph, _ in kept:
-            graph.reset()
+        with ExitStack() as held:
+            for size in reversed(self.sizes):
+                forward = self._forward(size)
+                for _ in range(2):
+                    forward()
+                graph = platform.create_graph()
+                with module.graph(graph):
+                    kept.append(forward())
+                held.callback(graph.reset)
+            self.subject.clock.sync()
+            seconds = time.perf_counter() - started
+            after = platform.reserved_bytes(device)
         return seconds, after - before if after is not None and before is not None else None
 
     def _forward(self, size: int) -> Callable[[], object]:

@@ -7,13 +7,14 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
 import torch
 
 from graphplat.bench.records import BenchReport, GenerateRow, Skip, Spread
-from graphplat.bench.subject import Subject
+from graphplat.bench.subject import Subject, hold
 from graphplat.config import GraphConfig
 from graphplat.testing.reference import SHAPES
 
@@ -31,10 +32,15 @@ class Generation:
     dtype: torch.dtype
     new: int = NEW
     compiler: bool = True
-    _captures: list[Any] = attrs.field(factory=list)
+    _held: ExitStack = attrs.field(factory=ExitStack, init=False)
 
     def run(self) -> None:
-        """Add a row for every way."""
+        """Add a row for every way. No graph is left, whatever goes wrong."""
+        with self._held:
+            self._measure(*self._prepared())
+
+    def _prepared(self) -> tuple[dict[str, Callable[[], list[int]]], dict[str, float]]:
+        """Every way that can run, and the seconds until it first had."""
         model = self._load()
         model.generation_config.eos_token_id = None  # random weights must not stop early
         model.generation_config.pad_token_id = 0
@@ -60,10 +66,7 @@ class Generation:
                 continue
             self.subject.clock.sync()
             warmups[name] = time.perf_counter() - started
-        self._measure(runs, warmups)
-        for capture in self._captures:
-            capture.prefill_runner.release()
-            capture.decode_runner.release()
+        return runs, warmups
 
     def _measure(self, runs: dict[str, Callable[[], list[int]]], warmups: dict[str, float]) -> None:
         seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -145,8 +148,7 @@ class Generation:
             graph_config=config,
             fused_norms=fused_norms,
         )
-        capture = capture_cuda_graphs(model_runner=runner)
-        self._captures.append(capture)
+        capture = hold(self._held, capture_cuda_graphs(model_runner=runner))
         engine = Engine.from_capture(runner, capture, stop_tokens=frozenset())
         return lambda: list(engine.generate([prompt], self.new)[0].tokens)
 

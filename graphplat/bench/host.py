@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from graphplat.bench.fields import FiveFields, column_batch
 from graphplat.bench.floor import Floor
 from graphplat.bench.measure import FRESH, Clock, Way
 from graphplat.bench.records import BenchReport, BreakRow, HostRow, ScalingRow, Skip
+from graphplat.bench.subject import hold
 from graphplat.capture import capture_cuda_graphs
 from graphplat.config import GraphConfig, PhaseConfig
 from graphplat.errors import ReplayError
@@ -27,9 +29,20 @@ def host_times(clock: Clock, report: BenchReport) -> None:
 
     Beside it steps written by hand, which show how little the device's own verbs can take here.
     """
-    runner, runtime = _captured(clock, (_BUCKET,), outputs="view")
-    copying, _ = _captured(clock, (_BUCKET,), outputs="copy")
-    watching, _ = _captured(clock, (_BUCKET,), outputs="view", weights=_WEIGHTS)
+    with ExitStack() as held:
+        found = clock.host(_host_ways(clock, held))
+    bare = found["bare replay"].median
+    report.host += [
+        HostRow(way=name, host_us=spread, over_replay_us=spread.median - bare)
+        for name, spread in found.items()
+    ]
+
+
+def _host_ways(clock: Clock, held: ExitStack) -> list[Way]:
+    """Compared with the forward, but for the bare replay, which computes on what the buffers hold."""
+    runner, runtime = _captured(clock, held, (_BUCKET,), outputs="view")
+    copying, _ = _captured(clock, held, (_BUCKET,), outputs="copy")
+    watching, _ = _captured(clock, held, (_BUCKET,), outputs="view", weights=_WEIGHTS)
     ((graph,),) = runner.device_graphs().values()
     lent, others = runner.buffers(_ROWS), watching.buffers(_ROWS)
     own = ForwardBatch(phase=Phase.DECODE, num_requests=_ROWS, num_tokens=_ROWS, inputs=lent)
@@ -37,6 +50,7 @@ def host_times(clock: Clock, report: BenchReport) -> None:
     host = [column_batch(_ROWS, "cpu", seed) for seed in range(FRESH)]
     device = [column_batch(_ROWS, clock.device, seed) for seed in range(FRESH)]
     floor = Floor.capture(clock, runtime, _ROWS, _BUCKET)
+    held.callback(floor.release)
 
     def write(index: int) -> None:
         for name, source in device[index].inputs.items():
@@ -55,33 +69,28 @@ def host_times(clock: Clock, report: BenchReport) -> None:
     ]
     for way in ways[1:]:
         _check(way, runtime, device)
-    found = clock.host(ways)
-    bare = found["bare replay"].median
-    report.host += [
-        HostRow(way=name, host_us=spread, over_replay_us=spread.median - bare)
-        for name, spread in found.items()
-    ]
-    floor.release()
+    return ways
 
 
 def scaling(clock: Clock, report: BenchReport, counts: Sequence[int] = (1, 8, 64, 512)) -> None:
     """Cost of a step and of a capture by the number of captured buckets."""
     ways: list[Way] = []
     made: list[tuple[int, float, int]] = []
-    for count in counts:
-        if clock.left() <= 0:
-            report.skipped.append(Skip(section="scaling", what=f"{count} buckets", why="no time left"))
-            break
-        runner, runtime = _captured(clock, tuple(range(1, count + 1)), outputs="view")
-        # A second capture: the first also loads what the device needs once.
-        seconds = clock.seconds(runner.recapture)
-        made.append((count, seconds, sum(shape.bytes or 0 for shape in runner.context.shapes)))
-        size = count // 2 + 1 if count > 1 else 1
-        batches = [column_batch(size, clock.device, seed) for seed in range(FRESH)]
-        way = Way(str(count), _executor(runner, batches))
-        _check(way, runtime, batches)
-        ways.append(way)
-    found = clock.host(ways)
+    with ExitStack() as held:
+        for count in counts:
+            if clock.left() <= 0:
+                report.skipped.append(Skip(section="scaling", what=f"{count} buckets", why="no time left"))
+                break
+            runner, runtime = _captured(clock, held, tuple(range(1, count + 1)), outputs="view")
+            # A second capture: the first also loads what the device needs once.
+            seconds = clock.seconds(runner.recapture)
+            made.append((count, seconds, sum(shape.bytes or 0 for shape in runner.context.shapes)))
+            size = count // 2 + 1 if count > 1 else 1
+            batches = [column_batch(size, clock.device, seed) for seed in range(FRESH)]
+            way = Way(str(count), _executor(runner, batches))
+            _check(way, runtime, batches)
+            ways.append(way)
+        found = clock.host(ways)
     report.scaling += [
         ScalingRow(
             buckets=count,
@@ -102,12 +111,14 @@ def breaks(clock: Clock, report: BenchReport) -> None:
         return
     batches = [column_batch(_ROWS, clock.device, seed) for seed in range(FRESH)]
     ways = []
-    for count in (0, _BREAKS):
-        runner, runtime = _captured(clock, (_BUCKET,), outputs="view", backend="breakable", breaks=count)
-        way = Way(str(count), _executor(runner, batches))
-        _check(way, runtime, batches)
-        ways.append(way)
-    found = clock.host(ways, blocks=50, size=5)
+    settings: dict[str, Any] = {"outputs": "view", "backend": "breakable"}
+    with ExitStack() as held:
+        for count in (0, _BREAKS):
+            runner, runtime = _captured(clock, held, (_BUCKET,), breaks=count, **settings)
+            way = Way(str(count), _executor(runner, batches))
+            _check(way, runtime, batches)
+            ways.append(way)
+        found = clock.host(ways, blocks=50, size=5)
     none, many = found["0"], found[str(_BREAKS)]
     per_break = (many.median - none.median) / _BREAKS
     report.breaks += [
@@ -117,11 +128,18 @@ def breaks(clock: Clock, report: BenchReport) -> None:
 
 
 def _captured(
-    clock: Clock, buckets: tuple[int, ...], *, breaks: int = 0, weights: int = 1, **settings: Any
+    clock: Clock,
+    held: ExitStack,
+    buckets: tuple[int, ...],
+    *,
+    breaks: int = 0,
+    weights: int = 1,
+    **settings: Any,
 ) -> tuple[Any, FiveFields]:
+    """A runner with graphs, which are destroyed when *held* closes."""
     config = GraphConfig(decode=PhaseConfig(buckets=buckets, **settings))
     runtime = FiveFields(clock.device, config, breaks=breaks, weights=weights)
-    return capture_cuda_graphs(model_runner=runtime).decode_runner, runtime
+    return hold(held, capture_cuda_graphs(model_runner=runtime)).decode_runner, runtime
 
 
 def _executor(runner: Any, batches: Sequence[ForwardBatch]) -> Callable[[int], torch.Tensor]:

@@ -32,7 +32,7 @@ class Way:
     load: Callable[[int], None] | None = None
     """Puts the *i*-th inputs where the step reads them, untimed: for bare replays."""
     exact: bool = True
-    """Runs the very kernels of the eager forward."""
+    """Runs the very kernels of the eager forward, so that its outputs have to be equal."""
     warmup_seconds: float | None = None
     capture_seconds: float | None = None
     capture_bytes: int | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.bench.records import BenchReport, RetainedRow
-from graphplat.bench.subject import Subject
+from graphplat.bench.subject import Subject, hold
 from graphplat.capture import capture_cuda_graphs
 from graphplat.inputs import InputSpec
 from graphplat.model_runner import ModelRunner
@@ -65,13 +66,12 @@ def retained(subject: Subject, report: BenchReport, sizes: Sequence[int]) -> Non
         "no capture-only tensors": plain,
     }
     for way, runtime in runtimes.items():
-        capture = capture_cuda_graphs(model_runner=runtime)
-        shapes = capture.report.shapes
-        row = RetainedRow(
-            way=way,
-            buckets=len(shapes),
-            retained_bytes=sum(shape.retained_bytes for shape in shapes),
-            graph_bytes=capture.report.graph_bytes,
-        )
+        with ExitStack() as held:
+            found = hold(held, capture_cuda_graphs(model_runner=runtime)).report
+            row = RetainedRow(
+                way=way,
+                buckets=len(found.shapes),
+                retained_bytes=sum(shape.retained_bytes for shape in found.shapes),
+                graph_bytes=found.graph_bytes,
+            )
         report.retained.append(row)
-        capture.prefill_runner.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import types
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -101,6 +102,13 @@ class Subject:
             prompts = [[draw.randrange(1, self.vocab) for _ in range(length)] for length in lengths]
             batches.append(self.runtime.prefill_batch(prompts))
         return batches
+
+
+def hold(held: ExitStack, capture: CudaGraphsCapture) -> CudaGraphsCapture:
+    """*capture*, whose graphs are destroyed when *held* closes."""
+    held.callback(capture.prefill_runner.release)
+    held.callback(capture.decode_runner.release)
+    return capture
 
 
 def _lengths(draw: random.Random, tokens: int, slots: int) -> list[int]:

@@ -46,11 +46,10 @@ def command(
     """
     from rich.console import Console
 
-    from graphplat.cli import render
     from graphplat.cli.demo_run import Demo
 
     console = Console(quiet=json)
-    demo = Demo(
+    report = Demo(
         device=device,
         model=model,
         prompts=choose_prompts(prompt or [], batch),
@@ -61,8 +60,14 @@ def command(
         dtype=dtype,
         random=random,
         console=console,
-    )
-    report = demo.run()
+    ).run()
+    finish(report, console, json=json)
+
+
+def finish(report: DemoReport, console: Console, *, json: bool) -> None:
+    """Print *report*, and fail the command if a token differs. Raises :class:`typer.Exit`."""
+    from graphplat.cli import render
+
     if json:
         render.print_json(report)
     else:

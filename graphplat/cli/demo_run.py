@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -125,19 +126,8 @@ class Demo:
         watch = _StepWatch(capture)
         engine = Engine.from_capture(runner, capture, max_prefill_tokens=limit)
         found, speed, texts = self._generate("graphs", engine, ids, loaded)
-        answers = tuple(
-            Answer(
-                prompt=prompt,
-                text=text,
-                prompt_tokens=len(completion.prompt),
-                tokens=completion.tokens,
-                finish_reason=completion.finish_reason,
-                differs=_differences(wanted, eager=other.tokens, graphs=completion.tokens),
-            )
-            for prompt, text, completion, other, wanted in zip(
-                self.prompts, texts, found, eager, expected, strict=True
-            )
-        )
+        compared = zip(self.prompts, texts, found, eager, expected, strict=True)
+        answers = tuple(itertools.starmap(_answer, compared))
         return DemoReport(
             platform=resolution.platform.name,
             because=resolution.because,
@@ -281,6 +271,17 @@ class _StepWatch:
 
 def _counts(runner: BaseRunner) -> tuple[collections.Counter[Any], collections.Counter[Any]]:
     return collections.Counter(runner.stats.replays), collections.Counter(runner.stats.eager)
+
+
+def _answer(prompt: str, text: str, found: Completion, eager: Completion, wanted: tuple[int, ...]) -> Answer:
+    return Answer(
+        prompt=prompt,
+        text=text,
+        prompt_tokens=len(found.prompt),
+        tokens=found.tokens,
+        finish_reason=found.finish_reason,
+        differs=_differences(wanted, eager=eager.tokens, graphs=found.tokens),
+    )
 
 
 def _differences(wanted: tuple[int, ...], **ways: tuple[int, ...]) -> dict[str, int]:

@@ -136,7 +136,9 @@ def _from_bench(document: dict[str, Any], path: Path, phase: Phase) -> dict[str,
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no result of graphplat bench: {error!r}", field="times") from error
     if not times:
-        command = ["graphplat", "bench", "--sections", phase, "--output", str(path)]
+        # Not the file that was read, which may hold the other section's times.
+        output = path.with_name(f"{path.stem}-{phase}.json")
+        command = ["graphplat", "bench", "--sections", phase, "--output", str(output)]
         for name in ("model", "device", "dtype"):
             if name in document:
                 command += [f"--{name}", str(document[name])]
