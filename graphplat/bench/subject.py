@@ -7,7 +7,7 @@ import random
 import types
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
 import torch
@@ -20,6 +20,9 @@ from graphplat.testing.reference import SHAPES, ReferenceRunner
 
 if TYPE_CHECKING:
     from graphplat.bench.measure import Clock
+
+_KERNEL: Literal["matmul"] = "matmul"
+"""How decode attends. A fused attention is one kernel to the compiler, which then has little left to fuse."""
 
 
 @attrs.define(eq=False)
@@ -40,9 +43,8 @@ class Subject:
         """A shape by name with random weights, or the model of a folder. Raises :class:`ConfigError`."""
         device = clock.device
         if model in SHAPES:
-            # A fused attention is one kernel to the compiler, which then has little left to fuse.
             runtime: Any = ReferenceRunner(
-                model, device=device, dtype=dtype, slots=slots, max_len=max_len, kernel="matmul"
+                model, device=device, dtype=dtype, slots=slots, max_len=max_len, kernel=_KERNEL
             )
             cache, vocab, folder = runtime.cache.data, SHAPES[model].vocab, None
             used = runtime.cache.flat
@@ -57,7 +59,9 @@ class Subject:
                 )
             loaded = load_model(folder, device=device, dtype=dtype)
             config = GraphConfig.from_dict({"decode": {"max_size": slots}})
-            runtime = CausalLMRunner(loaded.model, max_requests=slots, max_len=max_len, graph_config=config)
+            runtime = CausalLMRunner(
+                loaded.model, max_requests=slots, max_len=max_len, graph_config=config, kernel=_KERNEL
+            )
             cache, vocab = runtime.store.data, loaded.model.config.vocab_size
             used = tuple(half for layer in range(cache.shape[0]) for half in runtime.store.flat(layer))
         cache.normal_()
