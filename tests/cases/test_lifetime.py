@@ -292,24 +292,29 @@ def test_staged_batches_wait_for_a_device_that_lags(sim, rig):
         sim.set_deferred(False)
 
 
-def test_staged_batches_of_many_sizes_keep_a_bounded_record(sim, rig, rows, monkeypatch):
+def test_staged_batches_of_many_sizes_keep_a_bounded_record(rig, rows, monkeypatch):
     """
-    Guards against NVIDIA/warp#1957: however many sizes come from host memory, what is remembered of them is
-    bounded, and steps of sizes seen long ago are right.
+    Guards against NVIDIA/warp#1957: however many sizes come from host memory, what is remembered of them, in
+    all places of the ring together, is bounded, and steps of sizes seen long ago are right.
     """
     from graphplat import staging
 
     if not rig.platform.capabilities.pinned_memory:
         pytest.skip("this platform stages nothing")
-    monkeypatch.setattr(staging, "_MOST_SPANS", 2)
+    monkeypatch.setattr(staging, "_FEWEST", 4)
+    monkeypatch.setattr(staging, "_MOST", 4)
+    monkeypatch.setattr(staging, "_MOST_CUTS", 6)
     runner = rig.start(lambda batch: rig.cut(batch.inputs["x"] * 2), buckets=(8,))
+    (entry,) = runner.entries.values()
+    remembered = []
     for step in range(80):
-        n = 1 + (step + step // 8) % 8  # each slot of the ring meets each size
+        n = 1 + (step + step // 8) % 8  # each place of the ring meets each size
         x = rows(n).cpu()
         assert torch.equal(runner.execute(rig.batch(n, x=x)).cpu(), x * 2)
-    (entry,) = runner.entries.values()
-    assert entry.inputs.staging is not None
-    assert {len(slot.spans) for slot in entry.inputs.staging._slots} <= {1, 2}
+        slots = entry.inputs.staging._slots
+        remembered.append(sum(len(slot.heads) for slot in slots))
+    assert len(slots) == 4
+    assert max(remembered) == 6
 
 
 class Tables:
@@ -393,6 +398,31 @@ def test_a_table_that_is_returned_is_never_written(rig, rows, early, capture, ou
         assert torch.equal(found["table"], torch.full((n,), float(bucket)).to(rig.device))
         assert all((table == size).all() for size, table in tables.items())
     assert runner.stats.replayed == 7
+
+
+@pytest.mark.parametrize("capture", ["startup", "lazy"])
+def test_a_table_that_only_comes_in_addition_costs_no_graph(rig, rows, capture):
+    """
+    Guards against sgl-project/sglang-omni#579: a forward that registers a buffer at its first run at each
+    size replaces nothing that earlier graphs read; all of them stay and replay.
+    """
+    model = torch.nn.Module()
+
+    def forward(batch):
+        x = batch.inputs["x"]
+        name = f"table_{x.shape[0]}"
+        if not hasattr(model, name):
+            model.register_buffer(name, torch.arange(x.shape[0], device=x.device) + 1.0)
+        return rig.cut(x * getattr(model, name)[:, None]) + x
+
+    runner = rig.start(forward, capture=capture, model=model, on_failure="raise")
+    for n in (8, 4, 8, 2, 1, 4, 8, 2, 1):
+        x = rows(n)
+        scale = torch.arange(n, device=x.device) + 1.0
+        assert torch.equal(runner.execute(rig.batch(n, x=x)), x * scale[:, None] + x)
+    assert runner.buckets == (1, 2, 4, 8)
+    assert len(runner.context.shapes) == 4, "a graph was captured twice"
+    assert (runner.stats.replayed, runner.stats.ran_eagerly, runner.stats.recaptures) == (9, 0, 0)
 
 
 def test_graphs_whose_table_was_replaced_are_not_kept(rig, rows):
