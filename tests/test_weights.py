@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from graphplat import CaptureError, InputSpec, Phase, PhaseConfig, Reason, TensorSpec, capture_cuda_graphs
+from graphplat import (
+    CaptureError,
+    InputSpec,
+    Phase,
+    PhaseConfig,
+    Reason,
+    TensorSpec,
+    capture_cuda_graphs,
+    platform_for,
+)
 from graphplat.batch import ForwardBatch
 from graphplat.errors import WeightsMovedError
 
@@ -217,11 +227,15 @@ def test_each_phase_finds_a_move_for_itself(
 
 
 def test_the_check_can_be_switched_off(runtime: Any, decode: Any, rows: Any, device: torch.device) -> None:
-    """With weights="off" the graph goes on reading the memory it was captured with, by the user's word."""
+    """With weights="off" the graph goes on reading the memory it was captured with, which the user keeps."""
     engine = Engine(runtime, device, weights="off")
+    kept = engine.net.inner.weight
     rebind_parameter(engine)
     x = rows(3)
     torch.testing.assert_close(engine.runner.execute(decode(3, x=x)), x * 2 + 1)
+    with torch.no_grad():
+        kept.fill_(0)
+    torch.testing.assert_close(engine.runner.execute(decode(3, x=x)), torch.ones_like(x))
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["recapture", "first use"])
@@ -316,3 +330,243 @@ def test_a_view_that_replaces_its_weight_in_place_is_found_at_once(
     with torch.no_grad():
         torch.testing.assert_close(runner.execute(decode(4, x=x)), linear(x))
     assert runner.stats.recaptures == 1
+
+
+@pytest.mark.parametrize("policy", ["eager", "raise", "off"])
+def test_weights_that_moved_are_let_go_under_every_policy(
+    runtime: Any, decode: Any, rows: Any, device: torch.device, policy: Any
+) -> None:
+    """
+    A runtime without room for two models can replace one: the runner does not hold the old one once a step
+    has found it moved, nor ever where nobody looks.
+    """
+    engine = Engine(runtime, device, weights=policy)
+    batch = decode(3, x=rows(3))
+    engine.runner.execute(batch)
+    weight, scale = weakref.ref(engine.net.inner.weight), weakref.ref(engine.net.scale)
+    rebind_parameter(engine)
+    replace_buffer(engine)
+    if policy == "raise":
+        with pytest.raises(WeightsMovedError) as caught:
+            engine.runner.execute(batch)
+        first = caught.value.field
+        del caught
+    elif policy == "eager":
+        engine.runner.execute(batch)
+        assert engine.runner.stats.last is not None
+        first = engine.runner.stats.last.detail
+    gc.collect()
+    assert (weight(), scale()) == (None, None)
+    if policy != "off":
+        assert first in ("inner.weight", "scale")
+        assert engine.runner.explain(batch).reason is Reason.WEIGHTS_MOVED
+    engine.runner.recapture()
+    torch.testing.assert_close(engine.runner.execute(batch), engine.forward(batch))
+
+
+def test_a_runner_without_graphs_holds_no_weight(
+    runtime: Any, decode: Any, rows: Any, device: torch.device
+) -> None:
+    """Where every capture failed, steps run eagerly and nothing of the model is kept alive."""
+    linear = torch.nn.Linear(3, 3, bias=False).to(device)
+    model = torch.nn.ModuleList([linear])
+    platform = platform_for(device)
+
+    def forward(batch: Any) -> torch.Tensor:
+        if platform.is_capturing():
+            raise RuntimeError("cannot be captured")
+        return model[0](batch.inputs["x"])
+
+    config = PhaseConfig(buckets=(4, 8), on_failure="eager")
+    runner = capture_cuda_graphs(model_runner=runtime(forward, decode=config, model=model)).decode_runner
+    assert runner.buckets == ()
+    batch = decode(3, x=rows(3))
+    runner.execute(batch)
+    weight = weakref.ref(linear.weight)
+    linear.weight = torch.nn.Parameter(torch.eye(3, device=device) * 5)
+    gc.collect()
+    assert weight() is None
+    torch.testing.assert_close(runner.execute(batch), batch.inputs["x"] * 5)
+    assert runner.stats.recaptures == 0
+
+
+def test_a_move_found_stands_until_recapture(
+    runtime: Any, decode: Any, rows: Any, device: torch.device
+) -> None:
+    """
+    Under "eager" what a step found is not unfound, also where the old weight comes back: steps run eagerly
+    and right until recapture(), and replay from then on.
+    """
+    engine = Engine(runtime, device, weights="eager")
+    batch = decode(3, x=rows(3))
+    old = engine.net.inner.weight
+    rebind_parameter(engine)
+    for weight in (engine.net.inner.weight, old, old):
+        engine.net.inner.weight = weight
+        torch.testing.assert_close(engine.runner.execute(batch), engine.forward(batch))
+        assert engine.runner.stats.last is not None
+        assert engine.runner.stats.last.reason is Reason.WEIGHTS_MOVED
+        assert engine.runner.explain(batch).detail == "inner.weight"
+    engine.runner.recapture()
+    for _ in range(2):
+        torch.testing.assert_close(engine.runner.execute(batch), engine.forward(batch))
+        assert engine.runner.stats.last.is_graph
+    assert engine.runner.stats.eager == {Reason.WEIGHTS_MOVED: 3}
+
+
+@pytest.mark.parametrize("policy", ["recapture", "eager", "raise", "off"])
+def test_weights_may_move_before_the_first_graph(
+    runtime: Any, decode: Any, rows: Any, device: torch.device, policy: Any
+) -> None:
+    """
+    Where graphs are captured on use, what moved before there was one is no move: the first step captures what
+    is there, and later moves are found.
+    """
+    engine = Engine(runtime, device, weights=policy, capture="lazy")
+    rebind_parameter(engine)
+    replace_extra(engine)
+    batch = decode(3, x=rows(3))
+    assert engine.runner.explain(batch).is_graph
+    for _ in range(2):
+        torch.testing.assert_close(engine.runner.execute(batch), engine.forward(batch))
+    assert (engine.runner.stats.replayed, engine.runner.stats.recaptures) == (2, 0)
+    assert engine.runner.stats.eager == {}
+    if policy == "off":
+        return
+    rebind_parameter(engine)
+    if policy == "raise":
+        with pytest.raises(WeightsMovedError):
+            engine.runner.execute(batch)
+        return
+    torch.testing.assert_close(engine.runner.execute(batch), engine.forward(batch))
+    assert engine.runner.stats.recaptures == (policy == "recapture")
+    assert engine.runner.stats.ran_eagerly == (policy == "eager")
+
+
+@pytest.mark.parametrize("policy", ["recapture", "eager", "raise", "off"])
+def test_capture_without_release_reads_the_new_weights(
+    runtime: Any, decode: Any, rows: Any, device: torch.device, policy: Any
+) -> None:
+    """capture() on a runner that has graphs replaces them: what it bakes in is what is there now."""
+    engine = Engine(runtime, device, weights=policy)
+    batch = decode(3, x=rows(3))
+    for _ in range(2):
+        engine.runner.execute(batch)
+    kept = engine.net.inner.weight
+    rebind_parameter(engine)
+    engine.runner.capture()
+    for _ in range(2):
+        torch.testing.assert_close(engine.runner.execute(batch), engine.forward(batch))
+    assert (engine.runner.stats.replayed, engine.runner.stats.recaptures) == (4, 0)
+    assert engine.runner.buckets == (4, 8)
+    del kept  # it kept the memory that a stale graph would read
+
+
+@pytest.mark.parametrize("policy", ["recapture", "eager", "raise", "off"])
+def test_a_capture_without_release_that_fails_leaves_no_stale_graph(
+    runtime: Any, decode: Any, rows: Any, device: torch.device, policy: Any
+) -> None:
+    """A capture() that raises leaves no graph of the old weights behind: steps run eagerly and are right."""
+    engine = Engine(runtime, device, weights=policy)
+    for n in (3, 8):
+        engine.runner.execute(decode(n, x=rows(n)))
+    kept = engine.net.inner.weight
+    rebind_parameter(engine)
+    engine.fails = True
+    with pytest.raises(CaptureError, match="cannot be captured now"):
+        engine.runner.capture()
+    engine.fails = False
+    for n in (3, 8, 3, 8):
+        batch = decode(n, x=rows(n))
+        torch.testing.assert_close(engine.runner.execute(batch), engine.forward(batch))
+        assert engine.runner.stats.last is not None
+        assert not engine.runner.stats.last.is_graph
+    assert engine.runner.stats.eager == {Reason.CAPTURE_FAILED: 4}
+    del kept
+
+
+def scripted() -> Any:
+    """A module of TorchScript's own, which keeps its parameters outside Python."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on some releases it is deprecated
+        return torch.jit.script(torch.nn.Linear(3, 3, bias=False))
+
+
+def script_swaps_data(module: Any) -> None:
+    module.weight.data = torch.full_like(module.weight.data, 7.0)
+
+
+def script_rebinds(module: Any) -> None:
+    module.weight = torch.nn.Parameter(torch.full_like(module.weight.data, 7.0))
+
+
+@pytest.mark.parametrize("move", [script_swaps_data, script_rebinds])
+@pytest.mark.parametrize("inside", [True, False], ids=["inside a model", "the model"])
+def test_a_parameter_of_a_scripted_module_is_watched(
+    runtime: Any, decode: Any, rows: Any, device: torch.device, move: Any, inside: bool
+) -> None:
+    """A TorchScript module is watched as any other, within a model or as the model."""
+    module = scripted().to(device)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), module) if inside else module
+    toy = runtime(
+        lambda batch: torch.nn.functional.linear(batch.inputs["x"], module.weight),
+        decode=PhaseConfig(buckets=(4,)),
+        model=model,
+    )
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    x = rows(3)
+    for _ in range(2):
+        runner.execute(decode(3, x=x))
+    assert runner.stats.recaptures == 0
+    move(module)
+    wanted = x.sum(1, keepdim=True).expand(3, 3) * 7
+    for _ in range(2):
+        assert torch.equal(runner.execute(decode(3, x=x)), wanted)
+    assert runner.stats.recaptures == 1
+
+
+class Renaming(torch.nn.Linear):
+    """As models written before ``remove_duplicate`` existed."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return super().named_parameters(prefix, recurse)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return super().named_buffers(prefix, recurse)
+
+
+def renaming(device: torch.device) -> torch.nn.Module:
+    return Renaming(3, 3, bias=False, device=device)
+
+
+def cyclic(device: torch.device) -> torch.nn.Module:
+    """A module that is its own grandchild."""
+    model = torch.nn.Linear(3, 3, bias=False, device=device)
+    model.inner = torch.nn.Module()
+    model.inner.add_module("owner", model)
+    return model
+
+
+@pytest.mark.parametrize("make", [renaming, cyclic])
+def test_unusual_models_are_captured_and_watched(
+    runtime: Any, decode: Any, rows: Any, device: torch.device, make: Any
+) -> None:
+    """Methods overridden with fewer arguments, modules in a cycle: there are graphs, and a move is found."""
+    model = make(device)
+    toy = runtime(
+        lambda batch: torch.nn.functional.linear(batch.inputs["x"], model.weight),
+        decode=PhaseConfig(buckets=(4,), weights="raise"),
+        model=model,
+    )
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    x = rows(3)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(runner.execute(decode(3, x=x)), x @ model.weight.t())
+    assert runner.stats.replayed == 2
+    model.weight = torch.nn.Parameter(torch.eye(3, device=device) * 5)
+    with pytest.raises(WeightsMovedError) as caught:
+        runner.execute(decode(3, x=x))
+    assert caught.value.field == "weight"
+    runner.recapture()
+    torch.testing.assert_close(runner.execute(decode(3, x=x)), x * 5)

@@ -193,6 +193,46 @@ def test_a_weight_that_wraps_others_is_watched_inside(rig, rows, part):
     assert torch.equal(runner.execute(rig.batch(3, x=x)), x * (15 if part == "codes" else 10))
 
 
+def test_beside_a_weight_that_wraps_others_a_plain_one_is_watched_whole(rig, rows):
+    """
+    Guards against vllm-project/vllm-ascend#7473 for partly quantized models: a plain weight that is
+    transposed at its old address is found, whatever kinds of weight lie beside it.
+    """
+    model = nn.Module()
+    codes, scale = torch.full((3,), 2.0, device=rig.device), torch.full((1,), 3.0, device=rig.device)
+    model.wrapped = nn.Parameter(Scaled(codes, scale), requires_grad=False)
+    model.plain = nn.Parameter(torch.arange(9.0).view(3, 3).to(rig.device), requires_grad=False)
+
+    def forward(batch):
+        return rig.cut(batch.inputs["x"] * (model.wrapped.codes * model.wrapped.scale)) @ model.plain
+
+    runner = rig.start(forward, model=model, weights="raise")
+    x = rows(3)
+    assert torch.equal(runner.execute(rig.batch(3, x=x)), x * 6 @ model.plain)
+    model.plain.data = model.plain.data.t()
+    for _ in range(2):
+        with pytest.raises(WeightsMovedError) as caught:
+            runner.execute(rig.batch(3, x=x))
+        assert caught.value.field == "plain"
+    runner.recapture()
+    assert torch.equal(runner.execute(rig.batch(3, x=x)), x * 6 @ model.plain)
+    assert runner.stats.last.is_graph
+
+
+def test_another_type_at_the_old_address_is_found(rig, rows):
+    """Guards against vllm-project/vllm-ascend#7473: old bytes read as another type are another tensor."""
+    model = nn.Module()
+    model.register_buffer("table", torch.full((3,), 2.0, device=rig.device))
+    runner = rig.start(
+        lambda batch: rig.cut(batch.inputs["x"] * 2) + model.table.float(), model=model, weights="recapture"
+    )
+    x = rows(3)
+    assert torch.equal(runner.execute(rig.batch(3, x=x)), x * 2 + 2)
+    model.table.data = model.table.data.view(torch.int32)
+    assert torch.equal(runner.execute(rig.batch(3, x=x)), x * 2 + float(0x40000000))
+    assert runner.stats.recaptures == 1
+
+
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
 def test_variants_of_one_bucket_share_nothing(rig, rows, order):
     """
