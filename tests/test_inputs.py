@@ -275,6 +275,25 @@ def test_a_bad_field_is_told_once(runtime: Any, decode: Any, rows: Any) -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+def test_the_cause_that_python_chains_stays_with_an_error_of_the_runtimes_own(decode: Any, rows: Any) -> None:
+    """A spec that raises while it handles another error, without ``from``: that one stays chained too."""
+
+    class Looking(InputSpec):
+        def read(self, inputs: dict[str, Any]) -> dict[str, Any]:
+            try:
+                return {"x": inputs["y"]}
+            except KeyError:
+                raise InputError("no y", field="x")
+
+    checker = BatchChecker(Phase.DECODE, Looking(x={"y": TensorSpec()}), torch.device("cpu"), 1)
+    with pytest.raises(InputError, match=r"no y \[phase 'decode', field 'x'\]") as caught:
+        checker.check(decode(2, x={"y": rows(2)}))
+    assert isinstance(caught.value.__cause__, KeyError)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "KeyError: 'y'" in text
+    assert text.count("InputError: no y") == 1
+
+
 @pytest.mark.parametrize("value", [{"x": 1}, None, torch.ones(2)], ids=lambda value: type(value).__name__)
 def test_what_is_no_batch_is_told_how_to_make_one(runtime: Any, decode: Any, rows: Any, value: Any) -> None:
     """The inputs alone, nothing, or a tensor: an InputError that names what came, before anything runs."""
@@ -709,3 +728,38 @@ def test_a_bad_field_is_found_also_after_good_steps_of_the_same_size(
         with pytest.raises(InputError):
             runner.execute(decode(3, **wrong))
     assert torch.equal(runner.execute(decode(3, x=good)), good * 2)
+
+
+BROKEN_BATCHES = {
+    "no inputs": ("inputs", lambda x: None, "expected a dict of inputs, found NoneType"),
+    "a list": ("inputs", lambda x: [x], "expected a dict of inputs, found list"),
+    "a tensor": ("inputs", lambda x: x, "expected a dict of inputs, found Tensor"),
+    "a mapping": ("inputs", lambda x: collections.UserDict(x=x), "expected a dict of inputs, found UserDict"),
+    "a list of requests": ("num_requests", lambda x: [3], "expected a count, found [3]"),
+    "a dict of tokens": ("num_tokens", lambda x: {}, "expected a count, found {}"),
+    "no requests": ("num_requests", lambda x: None, "expected a count, found None"),
+}
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("name", BROKEN_BATCHES)
+def test_a_batch_that_is_none_is_refused_alike_at_every_step(
+    runtime: Any, decode: Any, rows: Any, name: str, host: bool
+) -> None:
+    """What is wrong with inputs or counts as a whole is the same InputError at the first step and later."""
+    runner = capture_cuda_graphs(model_runner=runtime(lambda b: b.inputs["x"] * 2)).decode_runner
+    attribute, make, text = BROKEN_BATCHES[name]
+    x = rows(3).cpu() if host else rows(3)
+    told = set()
+    for _ in range(4):
+        bad = decode(3, x=x)
+        setattr(bad, attribute, make(x))
+        with pytest.raises(InputError) as caught:
+            runner.execute(bad)
+        assert caught.value.what == text
+        assert caught.value.field == attribute
+        told.add(str(caught.value))
+        for _ in range(2):
+            assert torch.equal(runner.execute(decode(3, x=x)).cpu(), x.cpu() * 2)
+    assert len(told) == 1
+    assert runner.stats.replays == {4: 8}

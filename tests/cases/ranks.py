@@ -191,6 +191,35 @@ def malformed():
     return {"error": first, "next": stepped(runner, 3, 2)}
 
 
+def refused(spoil):
+    """One rank passes what *spoil* makes of its batch; steps before and after are common."""
+    _, runner = captured()
+    before = stepped(runner, 3, 2)
+    work = batch(2)
+    error = raised(runner.execute, spoil(work) if RANK == 1 else work)
+    return {"error": error, "steps": [before, stepped(runner, 3, 2)], "replayed": runner.stats.replayed}
+
+
+def no_batch():
+    return refused(lambda work: work.inputs)
+
+
+def no_inputs():
+    def spoil(work):
+        work.inputs = None
+        return work
+
+    return refused(spoil)
+
+
+def unhashable_counts():
+    def spoil(work):
+        work.num_requests = [2]
+        return work
+
+    return refused(spoil)
+
+
 def released_on_one():
     _, runner = captured()
     if RANK == 0:

@@ -170,6 +170,27 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(both):
     assert all(answer["next"]["right"] for answer in answers)
 
 
+@pytest.mark.parametrize(
+    ("scenario", "text"),
+    [
+        ("no_batch", "expected a ForwardBatch, found dict"),
+        ("no_inputs", "expected a dict of inputs, found NoneType"),
+        ("unhashable_counts", "expected a count, found [2]"),
+    ],
+)
+def test_a_rank_without_a_batch_is_an_error_on_all(both, scenario, text):
+    """
+    Guards against vllm#25906: a rank that passes no batch, or one without inputs or counts, takes part by
+    refusing; the other does not wait for it in a collective, and the next step is right on both.
+    """
+    answers = both(scenario)
+    assert [answer["error"]["type"] for answer in answers] == ["ReplayError", "InputError"]
+    assert "rank 1" in answers[0]["error"]["text"]
+    assert text in answers[1]["error"]["text"]
+    assert paths(answers) == [4, 4]
+    assert [answer["replayed"] for answer in answers] == [2, 2]
+
+
 def test_graphs_released_on_one_rank_make_all_run_eagerly(both):
     """The other rank still has its graphs and does not use them."""
     answers = both("released_on_one")

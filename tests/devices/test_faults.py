@@ -10,7 +10,7 @@ from graphplat.testing.simulated import faults, ledger
 
 
 def config(**settings):
-    return GraphConfig(decode=PhaseConfig(buckets=(1, 2, 4), **settings))
+    return GraphConfig(decode=PhaseConfig(**{"buckets": (1, 2, 4)} | settings))
 
 
 @pytest.mark.parametrize("point", ["begin", "forward", "end", "instantiate"])
@@ -72,6 +72,52 @@ def test_an_end_that_does_not_reach_the_device_leaves_no_capture(
         patch.setattr(platform, "capture_end", failing)
         with pytest.raises(CaptureError, match="unloaded"):
             capture_cuda_graphs(model_runner=reference(sim.name, config()))
+    assert (ledger().captures, dev.current_stream().stream_id) == (0, 0)
+    runtime = reference(sim.name, config())
+    batch = runtime.decode_batch([5] * 3, [0] * 3)
+    runner = capture_cuda_graphs(model_runner=runtime).decode_runner
+    torch.testing.assert_close(runner.execute(batch), eagerly(runtime, batch))
+    assert runner.stats.replayed == 1
+
+
+def test_a_capture_that_cannot_be_ended_is_reset_and_forgotten(
+    sim, dev, platform, reference, eagerly, monkeypatch
+):
+    """
+    pytorch#190308: where ending a capture fails, and ending it for the clean-up fails each time too, the
+    graph is reset, the platform holds nothing of it, and the next capture works.
+    """
+    kind = getattr(dev, platform.api.graph_class)
+    end, reset = kind.capture_end, kind.reset
+    begun, ended, was_reset = [], [], []
+
+    def ending(graph):
+        ended.append(id(graph))
+        if len(ended) < 3:
+            raise OSError("the library was unloaded")
+        end(graph)
+        raise OSError("ended, and told so badly")
+
+    def resetting(graph):
+        was_reset.append(id(graph))
+        reset(graph)
+
+    def beginning(graph, **keywords):
+        begun.append(id(graph))
+        return capture_begin(graph, **keywords)
+
+    capture_begin = platform.capture_begin
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "capture_begin", beginning)
+        patch.setattr(kind, "capture_end", ending)
+        patch.setattr(kind, "reset", resetting)
+        with pytest.raises(CaptureError, match="unloaded") as caught:
+            capture_cuda_graphs(model_runner=reference(sim.name, config(buckets=(4,), warmup="each")))
+    (graph,) = begun
+    assert len(ended) == 3
+    assert graph in was_reset
+    assert all(graph not in kept for kept in (platform._begun, platform._contexts, platform._generators))
+    del caught
     assert (ledger().captures, dev.current_stream().stream_id) == (0, 0)
     runtime = reference(sim.name, config())
     batch = runtime.decode_batch([5] * 3, [0] * 3)
