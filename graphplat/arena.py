@@ -47,6 +47,8 @@ class StaticArena:
     start: int = 0
     """Address of the first byte held."""
     stop: int = 0
+    pins: bool = True
+    """Whether host batches may be staged; false once pinning memory failed."""
     _bytes: torch.Tensor | None = None
     _outgrown: list[torch.Tensor] = attrs.field(factory=list)
     """Smaller bytes that layouts made before still use."""

@@ -40,7 +40,6 @@ class Staging:
     """
 
     bound: BoundInputs
-    usable: bool = True
     _ring: torch.Tensor | None = None
     _slots: list[_Slot] = attrs.field(factory=list)
     _events: dict[int, Any] = attrs.field(factory=dict)
@@ -93,7 +92,8 @@ class Staging:
         self._fence()
 
     def _allocate(self) -> bool:
-        if not self.usable:
+        arena = self.bound.arena
+        if not arena.pins:
             return False
         slots = min(_MOST, max(_FEWEST, _RING_BYTES // max(self.bound.nbytes, 1))) // 2 * 2
         try:
@@ -101,9 +101,9 @@ class Staging:
             with guard.CAPTURE_LOCK, torch.inference_mode(False):
                 self._ring = torch.zeros(slots, self.bound.nbytes, dtype=torch.uint8).pin_memory()
         except RuntimeError as error:
-            self.usable = False
+            arena.pins = False
             warn(f"host batches are copied field by field, since pinning memory failed: {error}")
-        return self.usable
+        return arena.pins
 
     def _start_again(self) -> None:
         """After a step that was cut short: nothing is known of what the device has read."""

@@ -234,6 +234,7 @@ class StreamGraphPlatform(Platform, abstract=True):
                 self._after_invalid(graph, pool, stream)
             graph.reset()
             self._begun.discard(id(graph))
+            self._contexts.pop(id(graph), None)
             self._generators.pop(id(graph), None)
         return sound
 

@@ -294,6 +294,29 @@ def test_the_cause_that_python_chains_stays_with_an_error_of_the_runtimes_own(de
     assert text.count("InputError: no y") == 1
 
 
+def test_no_cause_is_made_up(decode: Any, rows: Any) -> None:
+    """An error raised ``from None`` has no cause, nor has that of a batch given while another is handled."""
+
+    class Silent(InputSpec):
+        def read(self, inputs: dict[str, Any]) -> dict[str, Any]:
+            try:
+                return {"x": inputs["y"]}
+            except KeyError:
+                raise InputError("no y", field="x") from None
+
+    checker = BatchChecker(Phase.DECODE, Silent(x={"y": TensorSpec()}), torch.device("cpu"), 1)
+    with pytest.raises(InputError) as caught:
+        checker.check(decode(2, x={"y": rows(2)}))
+    assert caught.value.__cause__ is None
+    plain = BatchChecker(Phase.DECODE, InputSpec(x=TensorSpec()), torch.device("cpu"), 1)
+    try:
+        raise ValueError
+    except ValueError:
+        with pytest.raises(InputError) as caught:
+            plain.check(decode(2, x=rows(2)))
+    assert caught.value.__cause__ is None
+
+
 @pytest.mark.parametrize("value", [{"x": 1}, None, torch.ones(2)], ids=lambda value: type(value).__name__)
 def test_what_is_no_batch_is_told_how_to_make_one(runtime: Any, decode: Any, rows: Any, value: Any) -> None:
     """The inputs alone, nothing, or a tensor: an InputError that names what came, before anything runs."""

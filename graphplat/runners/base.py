@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import sys
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -90,6 +91,7 @@ class BatchChecker:
 
     def check(self, batch: ForwardBatch) -> CheckedBatch:
         """The leaves of *batch*; raises :class:`InputError` naming field, expected and found."""
+        outer = sys.exception()
         try:
             self._check_sizes(batch)
             leaves = self._leaves(batch.inputs)
@@ -105,7 +107,7 @@ class BatchChecker:
         except InputError as error:
             raise InputError(
                 error.what, phase=self.phase, field=error.field, hint=error.hint, bucket=error.bucket
-            ) from (error.__cause__ or error.__context__)  # the error itself would say all this twice
+            ) from _reason(error, outer)  # the error itself would say all this twice
         except AttributeError as error:
             expect_batch(batch, self.phase, error)
             raise
@@ -142,6 +144,13 @@ class BatchChecker:
         ):
             return
         raise InputError(f"expected a tensor on {self.device} or the host, found {device}", field=path)
+
+
+def _reason(error: BaseException, outer: BaseException | None) -> BaseException | None:
+    """What *error* was raised from, or while handling; not *outer*, which its caller's caller handles."""
+    if error.__suppress_context__ or error.__context__ is outer:
+        return error.__cause__
+    return error.__context__
 
 
 def _check_host(path: str, spec: HostSpec, value: Any, batch: ForwardBatch) -> None:

@@ -73,6 +73,7 @@ def test_an_end_that_does_not_reach_the_device_leaves_no_capture(
         with pytest.raises(CaptureError, match="unloaded"):
             capture_cuda_graphs(model_runner=reference(sim.name, config()))
     assert (ledger().captures, dev.current_stream().stream_id) == (0, 0)
+    assert not platform._contexts, "the platform still holds the graph"
     runtime = reference(sim.name, config())
     batch = runtime.decode_batch([5] * 3, [0] * 3)
     runner = capture_cuda_graphs(model_runner=runtime).decode_runner
