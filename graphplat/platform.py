@@ -172,6 +172,9 @@ class Platform:
     def empty_cache(self) -> None:
         """Return unused cached memory to the device."""
 
+    def drop_workspaces(self) -> None:
+        """Free memory that math libraries keep from call to call; a capture begins and ends without it."""
+
     def preallocate_symmetric_memory(
         self, *, device: torch.device, stream: Any, group: Any, nbytes: int
     ) -> Any:

@@ -317,6 +317,32 @@ def test_both_phases_take_little_more_memory_than_the_largest_bucket(runtime: Ma
     assert 256 * 65_536 * 4 <= alone <= both <= 1.25 * alone
 
 
+def test_dropped_workspaces_leave_graphs_and_other_memory_alone(runtime: Make, decode: Decode) -> None:
+    """
+    Once somebody dropped the math library's workspaces and gave unused memory back, as
+    torch's compiler and its graphs do, replays are right and write to nobody else's memory.
+    """
+    weight = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    spec = InputSpec(x=TensorSpec(("requests", 2048), dtype=torch.bfloat16))
+    model = runtime(
+        lambda batch: batch.inputs["x"] @ weight @ weight, spec, decode=PhaseConfig(buckets=(1, 8, 64))
+    )
+    runner = capture_cuda_graphs(model_runner=model).decode_runner
+    torch._C._cuda_clearCublasWorkspaces()
+    settled()
+    others = [torch.full((8 << 20,), 7, dtype=torch.uint8, device="cuda") for _ in range(16)]
+    for count in (1, 8, 64, 5):
+        x = torch.randn(count, 2048, device="cuda", dtype=torch.bfloat16)
+        result = runner.execute(decode(count, x=x))
+        key = runner.stats.last.key
+        padded = torch.zeros(key.size, 2048, device="cuda", dtype=torch.bfloat16)
+        padded[:count] = x
+        torch.testing.assert_close(result, (padded @ weight @ weight)[:count])
+    torch.cuda.synchronize()
+    assert all(bool((other == 7).all()) for other in others)
+    assert runner.stats.replayed == 4
+
+
 @pytest.mark.parametrize("backend", ["full", "breakable"])
 def test_reported_bytes_are_what_the_device_counts(runtime: Make, backend: str) -> None:
     """

@@ -168,6 +168,7 @@ class CaptureBackend(ReplayBackend):
         that kept something at other sizes are not tried, nor any once torch's compiler was
         used, since it would start inside the capture.
         """
+        self.platform.drop_workspaces()  # what libraries let go of must not hide what the forward keeps
         allocated = self.platform.allocated_bytes(self.device)
         if allocated is None or self.context.keeps_memory:
             return None, ""

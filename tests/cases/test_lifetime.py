@@ -508,3 +508,41 @@ def test_tensors_of_a_former_stage_are_read_anew(rig, rows):
         assert handed["hidden"].shape == (n, 3)
         assert torch.equal(second.execute(rig.batch(n, stage=dict(handed))), x * 2 - (x + 1))
     assert (first.stats.replayed, second.stats.replayed) == (5, 5)
+
+
+def test_what_libraries_let_go_of_hides_nothing_that_a_forward_keeps(rig, monkeypatch):
+    """
+    Where a capture begins by freeing a library's workspaces, a small table that the forward made inside the
+    recording is noticed all the same, and holds its values.
+    """
+    if not rig.platform.capabilities.memory_counters:
+        pytest.skip("this platform counts no memory")
+    workspaces, kept = [], {}
+    begin = rig.platform.capture_begin
+
+    def beginning(*args, **keywords):
+        workspaces.clear()
+        return begin(*args, **keywords)
+
+    def forward(batch):
+        x = batch.inputs["x"]
+        if len(x) == 4 and not kept:
+            kept[4] = torch.arange(4.0, device=x.device)[:, None] + 1
+        return rig.cut(x * kept[4] if len(x) == 4 else x)
+
+    monkeypatch.setattr(rig.platform, "capture_begin", beginning)
+    monkeypatch.setattr(rig.platform, "drop_workspaces", workspaces.clear)
+    runtime = rig.runtime(forward, buckets=(4, 8))
+
+    def prepare(batch):
+        if batch.num_tokens == 4:
+            workspaces.append(torch.ones(1 << 20, device=rig.device))
+
+    runtime.prepare_capture_batch = prepare
+    runner = rig.runner(runtime)
+    x = torch.ones(4, 3)
+    found = runner.execute(rig.batch(4, x=x.to(rig.device)))
+    assert torch.equal(found.cpu(), x * (torch.arange(4.0)[:, None] + 1))
+    noted = {shape.key.size: shape.note for shape in runner.context.shapes}
+    assert runner.stats.replayed == 1
+    assert "left" in noted[4] or rig.backend == "breakable"
