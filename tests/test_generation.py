@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -24,7 +25,17 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers
 
-from graphplat import ForwardBatch, GraphConfig, PhaseConfig, capture_cuda_graphs, registry
+from graphplat import (
+    ContractError,
+    ForwardBatch,
+    GraphConfig,
+    GraphplatWarning,
+    InputError,
+    PhaseConfig,
+    capture_cuda_graphs,
+    platform_for,
+    registry,
+)
 from graphplat.integrations.generation import Completion, Engine
 from graphplat.integrations.transformers import CausalLMRunner
 from graphplat.testing.distributions import expose
@@ -284,6 +295,56 @@ def test_a_failure_leaves_nothing_in_flight(make, alone, device, where):
         assert getattr(torch, device.type).current_stream(device).query()
     spy.fails_at = -1
     assert [one.tokens for one in engine.generate(PROMPTS, 5)] == [alone(prompt, 5) for prompt in PROMPTS]
+
+
+def test_one_call_at_a_time_uses_a_cache(make, alone):
+    """A call within ``on_token``, by another engine too, is refused and touches no request; the next is right."""
+    engine, _, _ = make()
+    second = Engine(engine.runner, engine.prefill, engine.decode, stop_tokens=frozenset())
+
+    for inner in (engine, second):
+        with pytest.raises(ContractError, match="another call"):
+            engine.generate(PROMPTS[:1], 3, on_token=lambda *_, inner=inner: inner.generate(PROMPTS[1:2], 1))
+    assert [one.tokens for one in engine.generate(PROMPTS, 5)] == [alone(prompt, 5) for prompt in PROMPTS]
+
+
+def test_where_nothing_can_be_pinned_tokens_arrive_all_the_same(make, alone, monkeypatch):
+    """Pinning that fails is warned of once, and tokens are read at once from then on."""
+    engine, _, _ = make()
+    platform = platform_for(engine.runner.device)
+    capabilities = msgspec.structs.replace(platform.capabilities, pinned_memory=True)
+    monkeypatch.setattr(platform, "capabilities", capabilities)
+
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of host memory")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    with pytest.warns(GraphplatWarning, match="pinning memory failed: out of host memory") as caught:
+        found = engine.generate(PROMPTS[:2], 5)
+    assert [one.tokens for one in found] == [alone(prompt, 5) for prompt in PROMPTS[:2]]
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("positions", "slots", "field"),
+    [
+        ([MAX_LEN, 0], None, "positions"),
+        ([-1, 0], None, "positions"),
+        ([0, 0], [0, 3], "slots"),
+        ([0, 0], [-1, 0], "slots"),
+        ([0, 0], [1, 1], "slots"),
+    ],
+)
+def test_a_batch_never_reaches_into_another_requests_cache(make, positions, slots, field):
+    """Positions and slots that the cache does not have, or that two requests share, are InputErrors."""
+    engine, _, _ = make()
+    with pytest.raises(InputError) as caught:
+        engine.runner.decode_batch([5, 6], positions, slots)
+    assert caught.value.field == field
+    if slots is not None:
+        with pytest.raises(InputError) as caught:
+            engine.runner.prefill_batch([[5], [6]], slots)
+        assert caught.value.field == "slots"
 
 
 @pytest.mark.skipif(SIMULATED is not None, reason="this is such a process")

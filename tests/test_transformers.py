@@ -94,6 +94,44 @@ def test_attention_follows_the_backend_unless_a_kernel_is_given(backend, chosen)
         assert CausalLMRunner(make_model("llama"), **settings, kernel=kernel).kernel == kernel
 
 
+@pytest.mark.parametrize(
+    "settings", [{"returns": "token"}, {"kernel": "flash"}, {"max_requests": 0}, {"max_len": 0}], ids=str
+)
+def test_settings_that_say_nothing_are_refused_and_change_nothing(settings):
+    """A misspelt choice or a cache of nothing is a ConfigError, and the model keeps its own attention."""
+    model = make_model("llama")
+    before = model.config._attn_implementation
+    config = GraphConfig(decode=PhaseConfig(backend="disabled"), prefill=PhaseConfig(backend="disabled"))
+    with pytest.raises(ConfigError):
+        CausalLMRunner(model, graph_config=config, **settings)
+    assert model.config._attn_implementation == before
+
+
+def test_an_empty_batch_holds_whole_numbers():
+    """Batches of no request have the types of any other."""
+    batch = CausalLMRunner(make_model("llama"), max_len=16).decode_batch([], [])
+    assert {tensor.dtype for tensor in batch.inputs.values()} == {torch.int64}
+
+
+def test_a_norm_that_takes_more_is_refused_for_fusing():
+    """A norm that cannot be called with hidden states alone is a ConfigError that names it."""
+
+    class GatedRMSNorm(torch.nn.Module):
+        variance_epsilon = 1e-6
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(32))
+
+        def forward(self, x, gate):
+            return x * gate
+
+    model = make_model("llama")
+    model.model.norm = GatedRMSNorm()
+    with pytest.raises(ConfigError, match=r"model\.norm, a GatedRMSNorm, takes more than hidden states"):
+        CausalLMRunner(model, max_len=16, fused_norms=True)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
 @pytest.mark.parametrize("kernel", ["sdpa", "matmul"])

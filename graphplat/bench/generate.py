@@ -115,14 +115,14 @@ class Generation:
 
         yield "generate(), dynamic cache", generate
         yield "generate(), static cache, its default compile", lambda: generate(cache_implementation="static")
-        yield "graphplat full", lambda: self._engine(model, prompt, "full")
+        yield "graphplat full", lambda: self._engine(_with_same_weights(model), prompt, "full")
         yield (
             "graphplat full, fused norms",
             lambda: self._engine(_with_same_weights(model), prompt, "full", fused_norms=True),
         )
         platform = self.subject.clock.platform
         if platform.capabilities.compiled:
-            yield "graphplat compiled", lambda: self._engine(model, prompt, "compiled")
+            yield "graphplat compiled", lambda: self._engine(_with_same_weights(model), prompt, "compiled")
         else:
             self._skip("graphplat compiled", f"{platform.name} does not declare it")
 

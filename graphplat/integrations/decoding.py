@@ -8,9 +8,11 @@ from typing import Any, Protocol, Self
 import attrs
 import torch
 
+from graphplat import guard
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.integrations.transformers import CausalLMRunner
 from graphplat.platform import Platform
+from graphplat.plugin_hooks import warn
 
 
 class Executor(Protocol):
@@ -89,7 +91,7 @@ class TokenCopy:
 class TokenReader:
     """Brings tokens to the host in the order of the stream, without holding up what is launched next.
 
-    Where the platform has no pinned memory, tokens are read at once.
+    Where no pinned memory is to be had, tokens are read at once; where pinning failed, after a warning.
     """
 
     platform: Platform
@@ -98,13 +100,25 @@ class TokenReader:
     """Requests of the largest batch."""
     _ring: torch.Tensor | None = None
     _next: int = 0
+    _pins: bool = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._pins = self.platform.capabilities.pinned_memory
+
+    def _pin(self) -> None:
+        try:
+            with guard.CAPTURE_LOCK:  # not beside a capture of another thread, which some devices would end
+                self._ring = torch.zeros(2, self.most, dtype=torch.int64).pin_memory()
+        except RuntimeError as error:
+            self._pins = False
+            warn(f"tokens are read before the next step is launched, since pinning memory failed: {error}")
 
     def send(self, tokens: torch.Tensor) -> TokenCopy:
         """Start to copy *tokens*. Those of the step before may still be on their way, but no earlier ones."""
-        if not self.platform.capabilities.pinned_memory:
-            return TokenCopy(tokens.tolist(), self.platform)
+        if self._ring is None and self._pins:
+            self._pin()
         if self._ring is None:
-            self._ring = torch.zeros(2, self.most, dtype=torch.int64).pin_memory()
+            return TokenCopy(tokens.tolist(), self.platform)
         place = self._ring[self._next, : tokens.shape[0]]
         self._next = 1 - self._next
         place.copy_(tokens, non_blocking=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import attrs
 import torch
 
-from graphplat.errors import InputError
+from graphplat.errors import ContractError, InputError
 from graphplat.integrations.decoding import DecodeFeed, Executor, TokenCopy, TokenReader, greedy
 from graphplat.integrations.requests import Call, Completion, OnToken, Request
 from graphplat.integrations.transformers import CausalLMRunner
@@ -90,14 +90,20 @@ class Engine:
         """Greedy completions of token lists, in their order.
 
         More prompts than slots wait their turn. Raises :class:`InputError`, before
-        anything runs, for an empty prompt or one that does not fit with its new tokens. What a
+        anything runs, for an empty prompt or one that does not fit with its new tokens, and
+        :class:`ContractError` while another call uses the same cache, as one within *on_token* would. What a
         step or *on_token* raises ends the call once nothing is in flight; the next call starts afresh.
         """
         requests = [Request(index, tuple(prompt)) for index, prompt in enumerate(prompts)]
         self._check(requests, max_new_tokens)
         call = self._call(max_new_tokens, on_token)
-        self._waiting.extend(requests)
+        if not self.runner.store.in_use.acquire(blocking=False):
+            raise ContractError(
+                "another call of generate() is using this cache",
+                hint="Pass all prompts to one call, or give each engine a runner of its own",
+            )
         try:
+            self._waiting.extend(requests)
             with torch.inference_mode():
                 while self._waiting or self._running:
                     if self._can_admit():
@@ -108,6 +114,7 @@ class Engine:
         finally:
             self._waiting.clear()
             self._running.clear()
+            self.runner.store.in_use.release()
         return [
             Completion(request.prompt, tuple(request.tokens), request.finish_reason or "length")
             for request in requests
@@ -195,9 +202,13 @@ class Engine:
                     break
             while flying:
                 self._land(flying, call)
-        finally:
+        except BaseException as error:
             for copy in flying:
-                copy.wait()
+                try:
+                    copy.wait()
+                except Exception as late:  # noqa: BLE001 - the first error is the one to report
+                    error.add_note(f"a step in flight failed too: {type(late).__name__}: {late}")
+            raise
 
     def _feed(self, steps: int) -> DecodeFeed:
         with _timed(self.decode_timing):

@@ -85,7 +85,10 @@ def _difference(module: torch.nn.Module, fused: torch.nn.RMSNorm, dtype: torch.d
     # Weights of their own: those of a fresh model are all one, or all zero.
     other = {"weight": (torch.rand(width, generator=generator) + 0.5).to(weight.device, weight.dtype)}
     rows = rows.to(weight.device, dtype)
-    wanted, found = (functional_call(norm, other, (rows,)) for norm in (module, fused))
+    try:
+        wanted, found = (functional_call(norm, other, (rows,)) for norm in (module, fused))
+    except TypeError as error:
+        return f"takes more than hidden states: {error}"
     if wanted.dtype != found.dtype:
         return f"gives {wanted.dtype} where torch's gives {found.dtype}"
     # A few roundings of the dtype; some norms compute in single precision whatever it is.

@@ -64,5 +64,5 @@ class Call:
             self.on_token(request.index, token)
         if token in self.stops:
             request.finish_reason = "stop"
-        elif not self.left(request):
+        elif self.left(request) <= 0:
             request.finish_reason = "length"

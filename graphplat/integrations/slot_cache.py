@@ -10,6 +10,9 @@ One slot more than asked for is reserved: padded rows write there.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from graphplat.errors import ConfigError, InputError
@@ -41,6 +44,8 @@ class SlotStore:
             if size < 1:
                 raise ConfigError(f"a cache needs at least one of them, found {size}", field=name)
         self.slots = slots
+        self.in_use = threading.Lock()
+        """Held by whoever schedules requests on these slots."""
         self.max_len = -(-max_len // _ALIGNMENT) * _ALIGNMENT
         shape = (layers, 2, slots + 1, kv_heads, self.max_len, head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
@@ -64,6 +69,15 @@ class SlotStore:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor whose address a captured step reads."""
         return {"cache.data": self.data, "cache.columns": self.columns, "cache.heads": self.heads}
+
+    def check(self, slots: Sequence[int], positions: Iterable[int]) -> None:
+        """Raise :class:`InputError` unless requests in *slots* may write at *positions*."""
+        if wrong := [slot for slot in slots if not 0 <= slot < self.slots]:
+            raise InputError(f"no slots {wrong}; there are {self.slots}", field="slots")
+        if len(set(slots)) < len(slots):
+            raise InputError(f"two requests in one slot: {list(slots)}", field="slots")
+        if wrong := [position for position in positions if not 0 <= position < self.max_len]:
+            raise InputError(f"no positions {wrong}; a slot holds {self.max_len} tokens", field="positions")
 
     def rows(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where tokens lie in a layer seen as rows of ``head_dim``: ``(tokens, kv_heads)``."""

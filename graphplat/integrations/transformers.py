@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -35,6 +35,8 @@ from graphplat.integrations.slot_steps import (
 from graphplat.model_runner import ModelRunner
 
 __all__ = ["ATTENTION", "CONTINUED", "SCATTERED", "CausalLMRunner", "PackedBatch"]
+
+Returns = Literal["logits", "tokens"]
 
 SCATTERED = "scattered"
 """The variant of decode batches whose row *i* is not in slot *i*: right, but copies the cache."""
@@ -82,7 +84,7 @@ class CausalLMRunner(ModelRunner):
         max_requests: int = 8,
         max_len: int = 2048,
         graph_config: GraphConfig | None = None,
-        returns: Literal["logits", "tokens"] = "logits",
+        returns: Returns = "logits",
         max_history: int = 0,
         kernel: Kernel | None = None,
         fused_norms: bool = False,
@@ -96,6 +98,13 @@ class CausalLMRunner(ModelRunner):
                 f"decode bucket {ladder[-1]} exceeds the cache's {max_requests} slots",
                 field="decode.buckets",
                 hint="Raise max_requests, or set decode.max_size",
+            )
+        for name, value, known in (("returns", returns, Returns), ("kernel", kernel or "sdpa", Kernel)):
+            if value not in get_args(known):
+                raise ConfigError(f"{name}={value!r} is none of {get_args(known)}", field=name)
+        if max_requests < 1 or max_len < 1:
+            raise ConfigError(
+                f"no cache of {max_requests} requests of {max_len} tokens", field="max_requests"
             )
         check_model(model)
         norms = find_fused_norms(model) if fused_norms else {}
@@ -155,8 +164,10 @@ class CausalLMRunner(ModelRunner):
     ) -> ForwardBatch:
         """One new token a request; without *slots*, request *i* is in slot *i*."""
         count = len(tokens)
-        in_place = slots is None or list(slots) == list(range(count))
-        rows = self._upload(tokens, positions, range(count) if slots is None else slots)
+        slots = range(count) if slots is None else slots
+        self.store.check(slots, positions)
+        in_place = list(slots) == list(range(count))
+        rows = self._upload(tokens, positions, slots)
         return ForwardBatch(
             phase=Phase.DECODE,
             num_requests=count,
@@ -180,6 +191,7 @@ class CausalLMRunner(ModelRunner):
                 )
             spans.append(Span(slot, offset, start, len(prompt)))
             offset += len(prompt)
+        self.store.check([span.slot for span in spans], starts)
         ids, positions, owners = self._upload(
             [token for prompt in prompts for token in prompt],
             [span.start + index for span in spans for index in range(span.length)],
@@ -237,4 +249,5 @@ class CausalLMRunner(ModelRunner):
 
     def _upload(self, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
         # One copy to the device for all columns.
-        return torch.tensor([list(column) for column in columns]).to(self.device).unbind(0)
+        rows = torch.tensor([list(column) for column in columns], dtype=torch.int64)
+        return rows.to(self.device).unbind(0)
