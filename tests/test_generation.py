@@ -298,7 +298,7 @@ def test_a_failure_leaves_nothing_in_flight(make, alone, device, where):
 
 
 def test_one_call_at_a_time_uses_a_cache(make, alone):
-    """A call within ``on_token``, by another engine too, is refused and touches no request; the next is right."""
+    """A call within ``on_token``, by another engine too, is refused and harms nothing; the next works."""
     engine, _, _ = make()
     second = Engine(engine.runner, engine.prefill, engine.decode, stop_tokens=frozenset())
 
