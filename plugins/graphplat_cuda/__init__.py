@@ -57,8 +57,9 @@ class CudaPlatform(StreamGraphPlatform):
         """Record from here on, with workspaces of the math library in the graphs' own pool.
 
         torch keeps one workspace a stream for it, and a graph has its address baked in. Anyone may
-        drop them all, as torch's compiler does around its own recordings; the memory of one that a warm-up
-        allocated would then belong to others while graphs still write to it.
+        drop them, as torch's compiler does around its own recordings, and torch when a graph of the same
+        stream is destroyed (pytorch#193402); the memory of one that a warm-up allocated would then
+        belong to others while graphs still write to it.
         """
         self.drop_workspaces()
         super().capture_begin(graph, pool=pool, stream=stream)
