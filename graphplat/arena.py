@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,10 +26,14 @@ def packed_bytes(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> int:
 
 def field_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes that one tensor takes in a layout, padding included."""
-    size = dtype.itemsize
-    for dim in shape:
-        size *= dim
-    return -(-size // _ALIGN) * _ALIGN
+    return -(-dtype.itemsize * math.prod(shape) // _ALIGN) * _ALIGN
+
+
+def carve(raw: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of *shape* at byte *offset* of *raw*; a normal one in inference mode, too."""
+    size = dtype.itemsize * math.prod(shape)
+    with torch.inference_mode(False):
+        return raw[offset : offset + size].view(dtype).view(shape)
 
 
 @attrs.define(eq=False)
@@ -87,11 +92,7 @@ class StaticArena:
         """The tensor of *shape* at byte *offset*."""
         if self._bytes is None:
             self.reserve(_ALIGN)
-        size = dtype.itemsize
-        for dim in shape:
-            size *= dim
-        with torch.inference_mode(False):
-            return cast(torch.Tensor, self._bytes)[offset : offset + size].view(dtype).view(shape)
+        return carve(cast(torch.Tensor, self._bytes), offset, shape, dtype)
 
     def enter_stream(self) -> None:
         """Order this step after the last one if that ran on another stream."""

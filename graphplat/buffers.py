@@ -35,6 +35,11 @@ class _Field:
     nbytes: int = 0
     """Bytes in the layout, padding included."""
 
+    def head(self, whole: torch.Tensor, requests: int, tokens: int) -> torch.Tensor:
+        """The real rows of *whole*, a tensor like the static one."""
+        rows = self.spec.rows(requests, tokens)
+        return whole if rows is None else whole[:rows]
+
 
 @attrs.define(eq=False)
 class _Plan:
@@ -144,11 +149,8 @@ class BoundInputs:
         if plan is None:
             if len(self._plans) >= 1024:  # bounds the cache where token counts vary widely
                 self._plans.clear()
-            targets = []
             with torch.inference_mode(False):
-                for field in self.fields:
-                    rows = field.spec.rows(requests, tokens)
-                    targets.append(field.static if rows is None else field.static[:rows])
+                targets = [field.head(field.static, requests, tokens) for field in self.fields]
             plan = _Plan(tuple(target.shape for target in targets), tuple(targets))
             self._plans[(requests, tokens)] = plan
         return plan

@@ -148,9 +148,7 @@ class GraphSharedOutput:
                 with torch.inference_mode():  # the one mode that may write to either kind of tensor
                     target.copy_(leaf)
                 return target
-            if not _owns_memory(leaf) or leaf.data_ptr() in taken or persistent(path, leaf):
-                leaf = leaf.clone(memory_format=torch.contiguous_format)
-            taken.add(leaf.data_ptr())
+            leaf = _own(path, leaf, taken, persistent)
             self._stores[(path, leaf.dtype)] = leaf.view(-1)
             return leaf
 
@@ -168,16 +166,23 @@ class GraphSharedOutput:
         def keep(path: str, leaf: Any) -> Any:
             if path not in axes or not isinstance(leaf, torch.Tensor):
                 return leaf
-            if not _owns_memory(leaf) or leaf.data_ptr() in taken or persistent(path, leaf):
-                leaf = leaf.clone(memory_format=torch.contiguous_format)
-            taken.add(leaf.data_ptr())
-            return leaf
+            return _own(path, leaf, taken, persistent)
 
         return tree.map_leaves(keep, output)
 
     def release(self) -> None:
         """Let go of the buffers; graphs that still live keep theirs."""
         self._stores.clear()
+
+
+def _own(
+    path: str, leaf: torch.Tensor, taken: set[int], persistent: Callable[[str, Any], bool]
+) -> torch.Tensor:
+    """*leaf*, or a copy where its memory is not all its own; its address is added to *taken*."""
+    if not _owns_memory(leaf) or leaf.data_ptr() in taken or persistent(path, leaf):
+        leaf = leaf.clone(memory_format=torch.contiguous_format)
+    taken.add(leaf.data_ptr())
+    return leaf
 
 
 def _owns_memory(leaf: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from graphplat import guard
+from graphplat.arena import carve
 from graphplat.plugin_hooks import warn
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ class Staging:
             return False
         try:
             self._send(values, (requests, tokens))
-        except BaseException:
-            self._start_again()
+        except BaseException as error:
+            self._start_again(error)
             raise
         return True
 
@@ -96,17 +97,13 @@ class Staging:
         if not arena.pins:
             return False
         slots = min(_MOST, max(_FEWEST, _RING_BYTES // max(self.bound.nbytes, 1))) // 2 * 2
-        try:
-            # Not beside a capture of another thread, which some devices would end.
-            with guard.CAPTURE_LOCK, torch.inference_mode(False):
-                self._ring = torch.zeros(slots, self.bound.nbytes, dtype=torch.uint8).pin_memory()
-        except RuntimeError as error:
-            arena.pins = False
-            warn(f"host batches are copied field by field, since pinning memory failed: {error}")
+        without = "host batches are copied field by field"
+        self._ring = pinned_zeros(slots, self.bound.nbytes, dtype=torch.uint8, without=without)
+        arena.pins = self._ring is not None
         return arena.pins
 
-    def _start_again(self) -> None:
-        """After a step that was cut short: nothing is known of what the device has read."""
+    def _start_again(self, error: BaseException) -> None:
+        """After a step that *error* cut short: nothing is known of what the device has read."""
         ring, self._ring = self._ring, None
         self._slots.clear()
         self._events.clear()
@@ -114,7 +111,8 @@ class Staging:
         arena = self.bound.arena
         try:
             arena.platform.synchronize_stream(arena.stream)
-        except Exception:  # noqa: BLE001 - the step's own error is on its way to the caller
+        except Exception as late:  # noqa: BLE001 - the step's own error is the one to report
+            error.add_note(f"the stream could not be waited for: {type(late).__name__}: {late}")
             self._given_up += [] if ring is None else [ring]
 
     def _free_slot(self) -> _Slot:
@@ -138,14 +136,12 @@ class Staging:
 
     def _make_slot(self, index: int) -> _Slot:
         assert self._ring is not None  # noqa: S101 - send() allocated it
-        statics, offset = [], 0
         with torch.inference_mode(False):
             raw = self._ring[index]
-            for field in self.bound.fields:
-                size = field.static.numel() * field.static.element_size()
-                view = raw[offset : offset + size].view(field.static.dtype).view(field.static.shape)
-                statics.append(view)
-                offset += field.nbytes
+        statics, offset = [], 0
+        for field in self.bound.fields:
+            statics.append(carve(raw, offset, field.static.shape, field.static.dtype))
+            offset += field.nbytes
         slot = _Slot(raw, statics)
         self._fill(slot)
         return slot
@@ -159,11 +155,20 @@ class Staging:
             for known in self._slots:
                 known.heads.clear()
             self._cuts = 0
-        heads = []
         with torch.inference_mode(False):
-            for field, static in zip(self.bound.fields, slot.statics, strict=True):
-                count = field.spec.rows(*rows)
-                heads.append(static if count is None else static[:count])
+            fields = zip(self.bound.fields, slot.statics, strict=True)
+            heads = [field.head(static, *rows) for field, static in fields]
         slot.heads[rows] = heads
         self._cuts += 1
         return heads
+
+
+def pinned_zeros(*shape: int, dtype: torch.dtype, without: str) -> torch.Tensor | None:
+    """Zeros in pinned memory; ``None`` where pinning fails, after a warning of what happens *without*."""
+    try:
+        # Not beside a capture of another thread, which some devices would end.
+        with guard.CAPTURE_LOCK, torch.inference_mode(False):
+            return torch.zeros(shape, dtype=dtype).pin_memory()
+    except RuntimeError as error:
+        warn(f"{without}, since pinning memory failed: {error}")
+        return None

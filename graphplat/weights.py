@@ -26,7 +26,7 @@ _FEW = 64
 
 def _address(tensor: torch.Tensor) -> Address:
     """Where *tensor* lies; of one that wraps others, as quantized weights do, where each of those lies."""
-    if hasattr(type(tensor), "__tensor_flatten__"):
+    if type(tensor) is not torch.Tensor and hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return tuple(_address(getattr(tensor, name)) for name in names)
     return tensor.data_ptr()
@@ -126,7 +126,7 @@ class WeightWatch:
             and all(map(operator.is_, held, self._held))
             and list(map(self._locate, self._live)) == self._pointers
             and self._same_layouts()
-            and self._same_extras()
+            and self._describe_extras() == self._extras
         ):
             return None
         return self._name_moved()
@@ -150,17 +150,6 @@ class WeightWatch:
             or list(map(_dtype, looked_at)) != types
         )
         return not self._reshaped
-
-    def _same_extras(self) -> bool:
-        extras = self.model_runner.extra_tensors()
-        if len(extras) != len(self._extras):
-            return False
-        for name, tensor in extras.items():
-            known = self._extras.get(name)
-            where = tensor.data_ptr() if type(tensor) is torch.Tensor else _address(tensor)
-            if known is None or known != (where, tensor.shape, tensor.stride(), tensor.dtype):
-                return False
-        return True
 
     def settle(self) -> str | None:
         """As :meth:`moved`, but tensors that only came in addition are taken as known."""

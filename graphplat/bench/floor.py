@@ -8,13 +8,11 @@ from typing import Any
 import attrs
 import torch
 
+from graphplat.arena import carve, field_bytes, packed_bytes
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.bench.fields import FIELDS, FiveFields
 from graphplat.bench.hand import Hand
 from graphplat.bench.measure import Clock, Way
-
-_ALIGN = 64
-"""Bytes; each field begins at a multiple."""
 
 Step = Callable[[int], torch.Tensor]
 
@@ -39,7 +37,8 @@ class Floor:
     @classmethod
     def capture(cls, clock: Clock, runtime: FiveFields, rows: int, bucket: int) -> Floor:
         """Capture the forward of *runtime*."""
-        raw = torch.zeros(_nbytes(bucket), dtype=torch.uint8, device=clock.device)
+        nbytes = packed_bytes([((bucket,), dtype) for dtype in FIELDS.values()])
+        raw = torch.zeros(nbytes, dtype=torch.uint8, device=clock.device)
         names, statics = list(FIELDS), _carved(raw, bucket)
         batch = ForwardBatch(
             phase=Phase.DECODE,
@@ -117,18 +116,10 @@ def _columns(batches: Sequence[ForwardBatch]) -> list[list[torch.Tensor]]:
     return [[batch.inputs[name] for name in FIELDS] for batch in batches]
 
 
-def _room(dtype: torch.dtype, rows: int) -> int:
-    return -(-dtype.itemsize * rows // _ALIGN) * _ALIGN
-
-
-def _nbytes(rows: int) -> int:
-    return sum(_room(dtype, rows) for dtype in FIELDS.values())
-
-
 def _carved(raw: torch.Tensor, rows: int) -> list[torch.Tensor]:
     """Each field's *rows* as views of *raw*."""
     fields, offset = [], 0
     for dtype in FIELDS.values():
-        fields.append(raw[offset : offset + dtype.itemsize * rows].view(dtype))
-        offset += _room(dtype, rows)
+        fields.append(carve(raw, offset, (rows,), dtype))
+        offset += field_bytes((rows,), dtype)
     return fields

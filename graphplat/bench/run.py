@@ -83,6 +83,11 @@ class Bench:
         report.seconds = time.perf_counter() - started
         return report
 
+    @property
+    def _prefill_sizes(self) -> list[int]:
+        """Those that the cache can hold."""
+        return [size for size in self.prefill_buckets if size <= self.max_len]
+
     def _subject(self, clock: Clock) -> Subject:
         slots = max((*self.buckets, *((128,) if "capture" in self.sections else ())))
         if clock.device.type == "cpu":  # where bytes are dear and steps are slow
@@ -110,8 +115,7 @@ class Bench:
         host.scaling(subject.clock, report)
 
     def _capture(self, subject: Subject, report: BenchReport) -> None:
-        prefill = [size for size in self.prefill_buckets if size <= self.max_len]
-        Ladder(subject, report, default_sizes(subject.slots), prefill).run()
+        Ladder(subject, report, default_sizes(subject.slots), self._prefill_sizes).run()
 
     def _decode(self, subject: Subject, report: BenchReport) -> None:
         steps = Steps(subject, report, "decode", self.budget, self.compiler, self.each)
@@ -131,7 +135,7 @@ class Bench:
             why = "a folder's prefill is measured in the section hf"
             report.skipped.append(Skip(section="prefill", what="steps and memory", why=why))
             return
-        sizes = [size for size in self.prefill_buckets if size <= self.max_len]
+        sizes = self._prefill_sizes
         for size in sorted(set(self.prefill_buckets) - set(sizes)):
             why = f"the cache holds {self.max_len} tokens of a request"
             report.skipped.append(Skip(section="prefill", what=f"steps of {size}", why=why))

@@ -8,11 +8,10 @@ from typing import Any, Protocol, Self
 import attrs
 import torch
 
-from graphplat import guard
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.integrations.transformers import CausalLMRunner
 from graphplat.platform import Platform
-from graphplat.plugin_hooks import warn
+from graphplat.staging import pinned_zeros
 
 
 class Executor(Protocol):
@@ -105,18 +104,12 @@ class TokenReader:
     def __attrs_post_init__(self) -> None:
         self._pins = self.platform.capabilities.pinned_memory
 
-    def _pin(self) -> None:
-        try:
-            with guard.CAPTURE_LOCK:  # not beside a capture of another thread, which some devices would end
-                self._ring = torch.zeros(2, self.most, dtype=torch.int64).pin_memory()
-        except RuntimeError as error:
-            self._pins = False
-            warn(f"tokens are read before the next step is launched, since pinning memory failed: {error}")
-
     def send(self, tokens: torch.Tensor) -> TokenCopy:
         """Start to copy *tokens*. Those of the step before may still be on their way, but no earlier ones."""
         if self._ring is None and self._pins:
-            self._pin()
+            without = "tokens are read before the next step is launched"
+            self._ring = pinned_zeros(2, self.most, dtype=torch.int64, without=without)
+            self._pins = self._ring is not None
         if self._ring is None:
             return TokenCopy(tokens.tolist(), self.platform)
         place = self._ring[self._next, : tokens.shape[0]]

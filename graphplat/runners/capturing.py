@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -35,15 +36,11 @@ def capture_planned(runner: GraphRunner, plan: CapturePlan) -> None:
 
     What a failure leaves without a graph is noted as missing.
     """
-    if runner.config.weights != "off":
-        runner.watch.remember()
     try:
         if runner.context.peers is not None:
             runner.context.peers.same_plan(runner.phase, runner.config, plan.keys)
         if runner.config.capture == "startup":
             _capture_startup(runner, plan.keys)
-            if not runner.entries:
-                runner.watch.forget()
     except BaseException as error:
         why = (Reason.CAPTURE_FAILED, f"the capture was cut short: {type(error).__name__}: {error}")
         runner.missing |= {key: why for key in plan.keys if key not in runner.entries | runner.missing}
@@ -57,8 +54,6 @@ def capture_on_use(runner: GraphRunner, key: ShapeKey) -> Entry | None:
         runner.drop(next(iter(runner.entries)))
     if not _make_room(runner, key):
         return None
-    if not runner.entries and runner.config.weights != "off":
-        runner.watch.remember()
     runner.context.release_memory()
     with runner.context.together(f"the capture of {key}"):
         capture_shapes(runner, [key])
@@ -97,6 +92,7 @@ def _capture_startup(runner: GraphRunner, keys: list[ShapeKey]) -> None:
         ).keep()
         for key in measured:
             runner.drop(key)
+        runner.watch.forget()
         runner.context.renew_unused_pool()
         for key in kept:
             if key not in choice and key not in runner.missing:
@@ -112,9 +108,7 @@ def capture_shapes(runner: GraphRunner, keys: list[ShapeKey], *, retry: bool = F
     """
     context = runner.context
     with contextlib.ExitStack() as stack:
-        if runner.config.weights == "off":  # known while outputs are placed, and not held beyond that
-            runner.watch.remember()
-            stack.callback(runner.watch.forget)
+        stack.enter_context(_watching(runner))
         with context.together(f"the start of {runner.phase} captures"):
             if context.hooks is not None:
                 for participant in context.hooks.capture_participants(
@@ -135,6 +129,19 @@ def capture_shapes(runner: GraphRunner, keys: list[ShapeKey], *, retry: bool = F
                 pending = _within_limit(runner, pending)
         _report(runner, "end", len(keys), len(keys))
     return False
+
+
+@contextlib.contextmanager
+def _watching(runner: GraphRunner) -> Iterator[None]:
+    """Know the weights while outputs are placed, and hold them on only for graphs that are watched."""
+    watched = runner.config.weights != "off"
+    if not (watched and runner.entries):
+        runner.watch.remember()
+    try:
+        yield
+    finally:
+        if not (watched and runner.entries):
+            runner.watch.forget()
 
 
 def _within_limit(runner: GraphRunner, pending: list[ShapeKey]) -> list[ShapeKey]:

@@ -160,7 +160,7 @@ def decide_with_peers(
         size = runner.size_of(batch)
         own = _own_part(runner, batch, checked, size)
         family = own if isinstance(own, tuple) else None
-        moved = None if isinstance(own, Decision) else _moved(runner)
+        moved = None if isinstance(own, Decision) else moved_weights(runner)
         if moved is not None and runner.config.weights != "recapture":
             own = _policy(runner, moved)
     except BaseException as error:
@@ -227,7 +227,7 @@ def check_weights(runner: GraphRunner, decision: Decision) -> Decision:
 
     Raises :class:`WeightsMovedError`, or what a new capture raises.
     """
-    moved = _moved(runner)
+    moved = moved_weights(runner)
     if moved is None:
         return decision
     if runner.config.weights != "recapture":
@@ -237,7 +237,8 @@ def check_weights(runner: GraphRunner, decision: Decision) -> Decision:
     return find(runner, key.size, key.family)
 
 
-def _moved(runner: GraphRunner) -> str | None:
+def moved_weights(runner: GraphRunner) -> str | None:
+    """What the graphs of *runner* have baked in and lies elsewhere now, if that is watched."""
     # Without a graph nothing has baked in an address.
     return None if runner.config.weights == "off" or not runner.entries else runner.watch.moved()
 

@@ -132,7 +132,7 @@ class GraphRunner(BaseRunner):
         checked = self.checker.check(batch)
         decision = deciding.decide(self, batch, checked, self.size_of(batch))
         if decision.is_graph and self.config.weights in ("eager", "raise"):
-            moved = self.watch.moved() if self.entries else None
+            moved = deciding.moved_weights(self)
             return decision if moved is None else Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
         return decision
 

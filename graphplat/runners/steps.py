@@ -93,10 +93,12 @@ class StepPlan:
         if type(inputs) is not dict:  # the full way says what is wrong, or reads it
             return False
         try:
-            sources = self._on_host(inputs) if self.from_host else None
-            found = None if sources is not None else self._fresh(inputs)
-            if found is None and sources is None and not self.from_host:
+            if self.from_host:
                 sources = self._on_host(inputs)
+                found = self._fresh(inputs) if sources is None else None
+            else:
+                found = self._fresh(inputs)
+                sources = self._on_host(inputs) if found is None else None
         except RuntimeError:  # a tensor without dense memory: the full way names it
             return False
         self.from_host = sources is not None  # as the next batch will probably be
