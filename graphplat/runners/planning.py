@@ -35,11 +35,10 @@ class CapturePlan:
             for size in reversed(runner.ladder)
             for variant, present, host in runner.families
         ]
-        limit, families = _limit(runner), len(runner.families)
-        if limit is None or limit >= len(keys):
-            return cls(keys, [])
-        kept = _thin(keys, limit)
-        dropped = [key for key in keys if key not in kept]
+        kept, dropped, limit = split_remaining(runner, keys)
+        if limit is None or not dropped:
+            return cls(kept, [])
+        families = len(runner.families)
         why = f"at most {limit} graphs for {families} families: "
         if limit < families:
             why += f"kept {'; '.join(map(str, kept)) or 'none'}"
