@@ -6,6 +6,7 @@ hardware is unverified.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -59,7 +60,7 @@ class NpuPlatform(StreamGraphPlatform):
 
     def __init__(self) -> None:
         super().__init__()
-        self._updatable: set[int] = set()
+        self._updatable: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def is_out_of_tree(self) -> bool:
         """Ships with graphplat."""
@@ -68,14 +69,14 @@ class NpuPlatform(StreamGraphPlatform):
     def create_graph(self, *, updatable: bool = False) -> DeviceGraph:
         """An ``NPUGraph``; *updatable* ones record their operators' host arguments."""
         graph = super().create_graph()
-        # An id may have belonged to a graph that is gone.
-        (self._updatable.add if updatable else self._updatable.discard)(id(graph))
+        if updatable:
+            self._updatable.add(graph)
         return graph
 
     def context_keywords(self, graph: Any) -> dict[str, Any]:
         """Turn the dispatch mode on for updatable graphs."""
         keywords = super().context_keywords(graph)
-        return keywords | {"auto_dispatch_capture": True} if id(graph) in self._updatable else keywords
+        return keywords | {"auto_dispatch_capture": True} if graph in self._updatable else keywords
 
     def abort_capture(self, graph: Any, *, pool: Any, stream: Any) -> bool:
         """Take the dispatch mode off too, which ``torch.npu.graph`` leaves on when begin or end raises."""
