@@ -82,17 +82,20 @@ def _attention(
 class SlotModel:
     """Calls a causal model of transformers with a step in the place of its own cache.
 
-    Registers and selects the attention :data:`ATTENTION`. Raises :class:`ConfigError` for a
-    model that slots cannot serve.
+    Raises :class:`ConfigError` for a model that slots cannot serve. *model* is unchanged
+    until :meth:`select_attention`, which comes before the first step.
     """
 
     def __init__(self, model: Any) -> None:
-        check_model(model)
+        _check_model(model)
         self.model = model
         self._cache_argument = _cache_argument(model)
+
+    def select_attention(self) -> None:
+        """Register the attention :data:`ATTENTION` and let the model use it."""
         AttentionInterface.register(ATTENTION, _attention)
         AttentionMaskInterface.register(ATTENTION, AttentionMaskInterface()["sdpa"])
-        model.set_attn_implementation(ATTENTION)
+        self.model.set_attn_implementation(ATTENTION)
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, step: Step, **extra: Any) -> torch.Tensor:
         """Logits of *ids* at *positions*, ``(batch, tokens)`` each; *extra* goes to the model."""
@@ -124,7 +127,7 @@ class SlotModel:
         )
 
 
-def check_model(model: Any) -> None:
+def _check_model(model: Any) -> None:
     """Raise :class:`ConfigError` unless *model* is a causal model that slots can serve."""
     name = type(model).__name__
     config = getattr(model, "config", None)

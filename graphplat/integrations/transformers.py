@@ -22,7 +22,7 @@ from graphplat.config import GraphConfig, PhaseConfig
 from graphplat.errors import ConfigError, InputError
 from graphplat.inputs import InputSpec, TensorSpec, UpTo
 from graphplat.integrations.norms import find_fused_norms, replace_modules
-from graphplat.integrations.slot_model import ATTENTION, SlotModel, check_model
+from graphplat.integrations.slot_model import ATTENTION, SlotModel
 from graphplat.integrations.slot_steps import (
     DecodeStep,
     Kernel,
@@ -102,13 +102,8 @@ class CausalLMRunner(ModelRunner):
         for name, value, known in (("returns", returns, Returns), ("kernel", kernel or "sdpa", Kernel)):
             if value not in get_args(known):
                 raise ConfigError(f"{name}={value!r} is none of {get_args(known)}", field=name)
-        if max_requests < 1 or max_len < 1:
-            raise ConfigError(
-                f"no cache of {max_requests} requests of {max_len} tokens", field="max_requests"
-            )
-        check_model(model)
-        norms = find_fused_norms(model) if fused_norms else {}
         self._slot_model = SlotModel(model)
+        norms = find_fused_norms(model) if fused_norms else {}
         self.model: torch.nn.Module = model
         self.device = torch.device(model.device)
         self.returns = returns
@@ -117,6 +112,8 @@ class CausalLMRunner(ModelRunner):
         compiled = self.graph_config.decode.backend == "compiled"
         self.kernel: Kernel = kernel or ("matmul" if compiled else "sdpa")
         self.store = self._slot_model.make_store(max_requests, max_len)
+        # Last: whatever was refused above left the model as it was.
+        self._slot_model.select_attention()
         replace_modules(model, norms)
 
     @property
