@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
 from graphplat import tree
 from graphplat.batch import ForwardBatch, Phase
+from graphplat.buffers import check_tensor
 from graphplat.capture import capture_cuda_graphs
 from graphplat.config import GraphConfig, PhaseConfig
 from graphplat.errors import InputError
@@ -44,8 +46,9 @@ def graphed(
     Results carry no gradient. A tensor that *function* closes over is read at its address
     of now; give a module, whose parameters and buffers are watched, where they may move.
 
-    Raises :class:`InputError` for an example without a tensor of rows or whose tensors
-    differ in rows, and what :func:`capture_cuda_graphs` raises.
+    Raises :class:`InputError` for an example without a tensor of rows, whose tensors
+    differ in rows or are not as *dims* says, and for a name in *dims* or *fill* that is none of its
+    tensors; and what :func:`capture_cuda_graphs` raises.
     """
     runner = FunctionRunner(function, example, dims, fill or {})
     runner.graph_config = GraphConfig(
@@ -73,12 +76,17 @@ class FunctionRunner(ModelRunner):
         tensors = {p: leaf for p, leaf in tree.walk(self.example) if isinstance(leaf, torch.Tensor)}
         if not tensors:
             raise InputError("the example holds no tensor")
+        for setting, given in (("dims", dims), ("fill", fill)):
+            _check_names(setting, given if isinstance(given, Mapping) else (), tensors)
         self.device = next(iter(tensors.values())).device
         self._spec = InputSpec(**tree.map_leaves(functools.partial(_declare, dims, fill), self.example))
         self.rows_path = next((p for p, s in self._spec.tensors.items() if s.row_dim == "requests"), None)
         if self.rows_path is None:
             raise InputError('no tensor of the example has the dimension "requests"', hint="Set dims")
         _check_rows({p: t.shape for p, t in tensors.items() if self._spec.tensors[p].row_dim == "requests"})
+        self.rows = tensors[self.rows_path].shape[0]
+        for path, tensor in tensors.items():
+            _check_declared(path, self._spec.tensors[path], tensor, self.rows)
 
     def input_spec(self, phase: Phase) -> InputSpec:
         """The arguments, as the example declared them."""
@@ -141,11 +149,41 @@ def _declare(
 ) -> TensorSpec | HostSpec:
     if not isinstance(leaf, torch.Tensor):
         return HostSpec(values=(leaf,))
-    name = path.split(".", maxsplit=1)[0].split("[", maxsplit=1)[0]
+    name = _argument(path)
     given = dims.get(path, dims.get(name)) if isinstance(dims, Mapping) else dims
     if given is None:
         given = ("requests", *leaf.shape[1:]) if leaf.dim() else ()
     return TensorSpec(cast("Any", tuple(given)), dtype=leaf.dtype, fill=fill.get(path, fill.get(name, 0)))
+
+
+def _argument(path: str) -> str:
+    """The name of the argument in which *path* lies."""
+    return path.split(".", maxsplit=1)[0].split("[", maxsplit=1)[0]
+
+
+def _check_names(setting: str, given: Iterable[str], tensors: Iterable[str]) -> None:
+    """Raise unless each name *given* in *setting* is an argument or a path of the example's *tensors*."""
+    known = dict.fromkeys(name for path in tensors for name in (_argument(path), path))
+    for name in given:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(str(name), known, n=1)
+        meant = f"Did you mean {close[0]!r}? " if close else ""
+        raise InputError(
+            f"{setting} names {name!r}, which is no tensor of the example",
+            field=str(name),
+            hint=f"{meant}Its tensors are {', '.join(map(repr, known))}",
+        )
+
+
+def _check_declared(path: str, spec: TensorSpec, tensor: torch.Tensor, rows: int) -> None:
+    """Raise unless the example's *tensor* is as its own *spec* says; wider than graphs hold is no fault."""
+    try:
+        check_tensor(path, spec, tensor, rows, rows)
+    except InputError as error:
+        raise InputError(
+            f"the example is not as dims says: {error.what}", field=path, hint=error.hint or "Correct dims"
+        ) from error
 
 
 def _check_rows(shapes: Mapping[str, torch.Size]) -> None:

@@ -26,10 +26,14 @@ class UpTo(msgspec.Struct, frozen=True):
     """A dimension that varies from batch to batch, up to *size*.
 
     A graph holds *size*; a narrower batch is widened with the fill value, a wider
-    one runs eagerly.
+    one runs eagerly. Raises :class:`InputError` unless *size* is a positive ``int``.
     """
 
     size: int
+
+    def __post_init__(self) -> None:
+        if type(self.size) is not int or self.size < 1:
+            raise InputError(f"UpTo takes a positive integer, found {self.size!r}")
 
 
 def _as_dims(dims: Iterable[str | int | UpTo]) -> tuple[RowDim | int | UpTo, ...]:

@@ -118,6 +118,41 @@ def test_bad_calls_and_examples_are_input_errors(device: torch.device, rows: Row
         graphed(lambda x, w: x @ w, (rows(2), rows(3)), buckets=(2,))
 
 
+@pytest.mark.parametrize("setting", [{"dims": {"inp": ("requests", 3)}}, {"fill": {"inp": 1}}])
+def test_a_setting_for_an_unknown_argument_is_an_input_error(
+    device: torch.device, rows: Rows, setting: dict[str, Any]
+) -> None:
+    """A misspelt name in dims or fill is told with the known ones and the one that was meant."""
+    told = r"names 'inp'.*Did you mean 'input'\? .*'input', 'pair', 'pair\[0\]'"
+    with pytest.raises(InputError, match=told):
+        graphed(lambda input, pair: input + pair[0], (rows(1), [rows(1)]), buckets=(2,), **setting)
+    for name in ("pair", "pair[0]"):
+        fill = {name: 1}
+        call = graphed(lambda input, pair: input + pair[0], (rows(1), [rows(1)]), buckets=(2,), fill=fill)
+        assert call.stats.steps == 0
+
+
+def test_a_constant_has_no_dims(device: torch.device, rows: Rows) -> None:
+    """dims and fill describe tensors; for a number of the example they would be ignored."""
+    with pytest.raises(InputError, match="names 'factor', which is no tensor of the example"):
+        graphed(lambda x, factor: x * factor, (rows(1), 2), buckets=(2,), fill={"factor": 2})
+
+
+def test_an_example_unlike_its_own_dims_is_an_input_error(device: torch.device, rows: Rows) -> None:
+    """No call like the example could run, so it is refused at once."""
+    with pytest.raises(
+        InputError, match=r"not as dims says: expected shape \(requests=2, 5\), found \(2, 3\)"
+    ):
+        graphed(lambda x: x, rows(2), dims=("requests", 5), buckets=(2,))
+
+
+@pytest.mark.parametrize("size", [-3, 0, True, 2.0, "3", None])
+def test_a_varying_dimension_needs_a_positive_integer(size: Any) -> None:
+    """Nothing else is the size of a buffer."""
+    with pytest.raises(InputError, match="UpTo takes a positive integer, found"):
+        UpTo(size)
+
+
 def test_release_lets_calls_run_eagerly(device: torch.device, rows: Rows) -> None:
     """After release() a call gives the same result without a graph."""
     call = graphed(lambda x: x * 2, rows(1), buckets=(2,))
