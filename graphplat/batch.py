@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from graphplat import tree
+from graphplat.errors import InputError
 
 
 class Phase(enum.StrEnum):
@@ -23,6 +24,16 @@ class Phase(enum.StrEnum):
         return self.value
 
 
+def _to_phase(value: Phase | str) -> Phase:
+    if type(value) is Phase:
+        return value
+    try:
+        return Phase(value)
+    except ValueError as error:
+        known = ", ".join(repr(str(phase)) for phase in Phase)
+        raise InputError(f"expected one of {known}, found {value!r}", field="phase") from error
+
+
 @attrs.define(eq=False)
 class ForwardBatch:
     """One step's work: sizes, inputs, and what exists only for capture.
@@ -30,7 +41,7 @@ class ForwardBatch:
     ``num_requests`` and ``num_tokens`` are the real counts, without padding.
     ``inputs`` is a nested structure of tensors and host constants shaped as the
     runtime's :class:`~graphplat.InputSpec` says. ``variant`` selects among
-    graphs of one size (an adapter set, a speculative mode).
+    graphs of one size (an adapter set, a speculative mode). Raises :class:`InputError` for an unknown phase.
 
     ``global_num_tokens_gpu``, ``global_dp_buffer_len`` and ``capture_only`` hold
     what :meth:`~graphplat.ModelRunner.prepare_capture_batch` installs for
@@ -38,7 +49,7 @@ class ForwardBatch:
     batch work.
     """
 
-    phase: Phase = attrs.field(converter=Phase)
+    phase: Phase = attrs.field(converter=_to_phase)
     num_requests: int
     num_tokens: int
     inputs: dict[str, Any] = attrs.field(factory=dict)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +17,9 @@ from graphplat.platform import check_contract
 
 ForwardHook = tuple[str, Callable[..., Any]]
 """A submodule's name (``""`` for the model itself) and a ``torch`` forward hook for it."""
+
+
+_SEVERAL = (Mapping, list, tuple, set)
 
 
 class CanaryManager(Protocol):
@@ -90,12 +95,13 @@ class ModelRunner:
 
 
 def check_model_runner(model_runner: ModelRunner) -> None:
-    """Raise :class:`ContractError` if the instance lacks what its class promised."""
+    """Raise :class:`ContractError` if the instance lacks what its class promised, or misspells a setting."""
     if not isinstance(model_runner, ModelRunner):
         raise ContractError(
             f"model_runner must be a graphplat.ModelRunner, found {type(model_runner).__name__}",
             hint="Subclass ModelRunner",
         )
+    _check_names(model_runner)
     for name, kind in (("device", torch.device), ("model", torch.nn.Module), ("graph_config", GraphConfig)):
         value = getattr(model_runner, name, None)
         if not isinstance(value, kind):
@@ -115,3 +121,30 @@ def check_model_runner(model_runner: ModelRunner) -> None:
         raise ContractError(
             f"tokens_per_request must be a positive integer, found {model_runner.tokens_per_request!r}"
         )
+
+
+def _check_names(model_runner: ModelRunner) -> None:
+    """Raise for an attribute that nearly is an optional member which nobody set, and so would be ignored."""
+    cls, own = type(model_runner), vars(model_runner)
+    unset = {
+        name: default
+        for name, default in vars(ModelRunner).items()
+        if not name.startswith("_") and not inspect.isroutine(default)
+        if name not in own and inspect.getattr_static(cls, name) is default
+    }
+    for name, value in own.items():
+        if name.startswith("_") or hasattr(ModelRunner, name):
+            continue
+        close = difflib.get_close_matches(name, unset, n=1, cutoff=0.88)
+        if close and not _differs_in_number(name, value, close[0], unset[close[0]]):
+            raise ContractError(
+                f"{cls.__qualname__}.{name} is no member of ModelRunner",
+                hint=f"Did you mean {close[0]!r}? Start names of your own with an underscore otherwise",
+            )
+
+
+def _differs_in_number(name: str, value: object, member: str, default: object) -> bool:
+    """Whether *name* rightly is the plural or the singular of *member*: several of one, or one of several."""
+    several = isinstance(default, _SEVERAL)
+    other = member.removesuffix("s") if several else f"{member}s"
+    return name == other and isinstance(value, _SEVERAL) is not several

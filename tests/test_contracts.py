@@ -11,9 +11,13 @@ import torch
 from graphplat import (
     CaptureError,
     ContractError,
+    ForwardBatch,
     GraphplatError,
+    InputError,
     InputSpec,
     ModelRunner,
+    Phase,
+    PhaseConfig,
     Platform,
     PlatformCapabilities,
     PlatformError,
@@ -156,6 +160,54 @@ def test_a_wrong_runtime_is_refused_at_its_definition(members: dict[str, Any], s
     """
     with pytest.raises(ContractError, match=says):
         define(ModelRunner, "Toy", RUNTIME | members)
+
+
+@pytest.mark.parametrize(
+    ("members", "meant"),
+    [
+        ({"token_per_request": 3}, "tokens_per_request"),
+        ({"tokens_per_requests": 3}, "tokens_per_request"),
+        ({"graph_conf": None}, "graph_config"),
+        ({"foward_stream": None}, "forward_stream"),
+        ({"forward_hook": [("", print)]}, "forward_hooks"),
+        ({"symm_mem_byte": 1}, "symm_mem_bytes"),
+    ],
+)
+def test_a_misspelt_setting_of_an_instance_is_refused(
+    runtime: Any, members: dict[str, Any], meant: str
+) -> None:
+    """What ``__init__`` sets under nearly the right name would be ignored: it is named before a capture."""
+    toy = runtime(lambda batch: batch.inputs["x"])
+    del toy.graph_config
+    vars(toy).update(members)
+    with pytest.raises(ContractError, match=f"{next(iter(members))} is no member .* mean '{meant}'"):
+        capture_cuda_graphs(model_runner=toy)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"_token_per_request": 3},
+        {"forwards": 0, "decoder": torch.nn.Linear(2, 2), "config": {}, "models": [], "devices": []},
+        {"process_groups": {"tp": None}, "generator": torch.Generator()},
+        {"canary_managers": [], "tokens": 3, "request": None, "forward_streams": (None,)},
+        {"generators": (), "generator_s": 1, "generatos": 2},
+    ],
+)
+def test_names_of_a_runtimes_own_are_its_own(runtime: Any, members: dict[str, Any]) -> None:
+    """Underscored look-alikes, several of one thing, one of several, and what is set beside the member."""
+    toy = runtime(lambda batch: batch.inputs["x"], decode=PhaseConfig(backend="disabled"))
+    vars(toy).update(members)
+    capture_cuda_graphs(model_runner=toy)
+
+
+def test_an_unknown_phase_names_the_phases() -> None:
+    """A batch of another phase is refused where it is made, and an InputError as every bad field."""
+    for phase in ("deco", None, 1):
+        with pytest.raises(InputError, match="expected one of 'decode', 'prefill', found") as caught:
+            ForwardBatch(phase=phase, num_requests=1, num_tokens=1)  # type: ignore[arg-type]
+        assert caught.value.field == "phase"
+    assert ForwardBatch(phase="decode", num_requests=1, num_tokens=1).phase is Phase.DECODE
 
 
 @pytest.mark.parametrize("missing", ["input_spec", "forward"])
