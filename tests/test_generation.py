@@ -308,6 +308,28 @@ def test_one_call_at_a_time_uses_a_cache(make, alone):
     assert [one.tokens for one in engine.generate(PROMPTS, 5)] == [alone(prompt, 5) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        (["hello"], "prompt 0 is no list of tokens: 'str' object"),
+        ([1, 2, 3], "prompt 0 is no list of tokens: 'int' object"),
+        ([[1], [2.0]], "prompt 1 is no list of tokens: 'float' object"),
+        ([[1], [5, 96]], "prompt 1 has token 96, but the model knows 0 to 95"),
+        ([[1, -1]], "prompt 0 has token -1, but"),
+        (7, "is no list of tokens: 'int' object"),
+    ],
+)
+def test_what_is_no_list_of_known_tokens_is_refused_before_anything_runs(make, alone, prompts, says):
+    """An InputError names the prompt; nothing was run, and the next call is right."""
+    engine, spy, _ = make()
+    with pytest.raises(InputError, match=says) as caught:
+        engine.generate(prompts, 2)
+    assert caught.value.field == "prompts"
+    assert engine.prefill_timing.steps == spy.steps == 0
+    given = [torch.tensor(PROMPTS[0]), range(11, 20)]
+    assert [one.tokens for one in engine.generate(given, 5)] == [alone(PROMPTS[n], 5) for n in (0, 2)]
+
+
 def test_where_nothing_can_be_pinned_tokens_arrive_all_the_same(make, alone, monkeypatch):
     """Pinning that fails is warned of once, and tokens are read at once from then on."""
     engine, _, _ = make()

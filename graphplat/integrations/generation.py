@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -90,11 +91,12 @@ class Engine:
         """Greedy completions of token lists, in their order.
 
         More prompts than slots wait their turn. Raises :class:`InputError`, before
-        anything runs, for an empty prompt or one that does not fit with its new tokens, and
+        anything runs, for an empty prompt, one that does not fit with its new tokens, or one that is no list
+        of tokens that the model knows, and
         :class:`ContractError` while another call uses the same cache, as one within *on_token* would. What a
         step or *on_token* raises ends the call once nothing is in flight; the next call starts afresh.
         """
-        requests = [Request(index, tuple(prompt)) for index, prompt in enumerate(prompts)]
+        requests = _read(prompts, self.runner.model)
         self._check(requests, max_new_tokens)
         call = self._call(max_new_tokens, on_token)
         if not self.runner.store.in_use.acquire(blocking=False):
@@ -245,6 +247,26 @@ class Engine:
 
     def _slots(self) -> set[int]:
         return {request.slot for request in self._running}
+
+
+def _read(prompts: Iterable[Sequence[int]], model: Any) -> list[Request]:
+    """A request for each of *prompts*; :class:`InputError` unless they are lists of tokens *model* knows."""
+    known = getattr(model.config, "vocab_size", 1 << 31)
+    requests: list[Request] = []
+    try:
+        for prompt in prompts:
+            requests.append(Request(len(requests), tuple(map(operator.index, prompt))))
+            tokens = requests[-1].prompt
+            if tokens and not 0 <= min(tokens) <= max(tokens) < known:
+                wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+                what = f"prompt {len(requests) - 1} has token {wrong}, but the model knows 0 to {known - 1}"
+                raise InputError(what, field="prompts")
+    except TypeError as error:
+        what = f"prompt {len(requests)} is no list of tokens: {error}"
+        raise InputError(
+            what, field="prompts", hint="Pass lists of token numbers, such as [[1, 2, 3]]"
+        ) from error
+    return requests
 
 
 def stop_tokens(model: Any) -> frozenset[int]:
