@@ -78,12 +78,17 @@ def source_line() -> str | None:
 
 
 def host_read_error(operator: str, why: str) -> HostReadError:
-    """Make the error for a host read by *operator*, naming the user's line."""
-    where = source_line()
-    return HostReadError(
-        f"operator {operator} {why} during capture" + (f" at {where}" if where else ""),
+    """Make the error for a host read by *operator*, with the user's line in a note.
+
+    Whoever captures names that line in its own message, from the traceback.
+    """
+    error = HostReadError(
+        f"operator {operator} {why} during capture",
         hint="Compute it before the capture and pass it in, or keep the decision on the device (torch.where)",
     )
+    if (where := source_line()) is not None:
+        error.add_note(f"at {where}")
+    return error
 
 
 @functools.cache

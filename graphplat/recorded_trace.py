@@ -26,6 +26,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.failure: CaptureError | None = None
+        self._failed_at: str | None = None
         self._slots = SlotTable()
         self._calls: list[Call] = []
         self._accepted: dict[Any, bool] = {}
@@ -43,7 +44,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ops.check_host_read(func, args, kwargs)
             self._check_handover(func, args)
         except CaptureError as error:
-            self.failure = error
+            self._spoil(error)
             raise
         if ops.is_composite(func):
             return self._taken_apart(func, args, kwargs)
@@ -51,9 +52,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             self._record(func, args, kwargs, result)
         except CaptureError as error:
-            self.failure = error
+            self._spoil(error)
             raise
         return result
+
+    def _spoil(self, error: CaptureError) -> None:
+        self.failure, self._failed_at = error, ops.source_line()
 
     def _taken_apart(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         self._depth += 1
@@ -153,7 +157,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Plan the memory and bind every call to it. Raises CaptureError if the recording is spoilt."""
         if self.failure is not None:
             kind = HostReadError if isinstance(self.failure, HostReadError) else CaptureError
-            raise kind(f"the forward went on after a capture error: {self.failure.what}") from self.failure
+            where = f" at {self._failed_at}" if self._failed_at else ""
+            raise kind(
+                f"the forward went on after a capture error{where}: {self.failure.what}"
+            ) from self.failure
         return bind(self._calls, self._slots.used(), pool)
 
 

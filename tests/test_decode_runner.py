@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import threading
 import weakref
@@ -25,7 +26,7 @@ from graphplat import (
     UpTo,
     capture_cuda_graphs,
 )
-from graphplat.errors import InputError, ReplayError
+from graphplat.errors import HostReadError, InputError, ReplayError
 
 F32, I64 = torch.float32, torch.int64
 
@@ -400,6 +401,23 @@ def test_a_callers_batch_is_not_retained(runtime: Any, decode: Any, rows: Any) -
         runner.execute(batch)
         del batch
         assert ref() is None
+
+
+def test_a_refused_host_read_names_its_line_once(runtime: Any) -> None:
+    """One place in the message, that of the runtime's own code; what was swallowed is placed too."""
+
+    def forward(batch: Any) -> Any:
+        return batch.inputs["x"] * batch.inputs["x"].sum().item()
+
+    def swallowing(batch: Any) -> Any:
+        with contextlib.suppress(HostReadError):
+            return forward(batch)
+        return batch.inputs["x"]
+
+    for function in (forward, swallowing):
+        with pytest.raises(CaptureError) as caught:
+            capture_cuda_graphs(model_runner=runtime(function))
+        assert str(caught.value).count(f"{__file__}:{forward.__code__.co_firstlineno + 1}") == 1
 
 
 # Keys
