@@ -14,7 +14,7 @@ from graphplat.errors import ContractError, PlatformError, PluginError
 from graphplat.model_runner import ModelRunner, check_model_runner
 from graphplat.outputs import GraphSharedOutput
 from graphplat.platform import IN_TREE_DEVICE_TYPES, Platform
-from graphplat.report import CaptureReport, Decision, Reason
+from graphplat.report import CaptureReport, Decision, Reason, total_bytes
 from graphplat.runners import deciding
 from graphplat.runners.base import BaseRunner
 from graphplat.runners.context import RunnerContext
@@ -32,8 +32,9 @@ class DecodeGraphCapture(msgspec.Struct, frozen=True, kw_only=True):
 
     runner: BaseRunner | None
     """Runs decode steps; ``None`` where decode has no graphs."""
-    graph_mem_usage: float
-    """GiB of device memory that the decode graphs took."""
+    graph_mem_usage: float | None
+    """GiB of device memory that the decode graphs took: 0 where there are none, ``None`` where the platform
+    cannot say."""
 
 
 class CudaGraphsCapture(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,14 +144,14 @@ def capture_decode_graph(*, model_runner: ModelRunner, eager_runner: EagerRunner
     if refusal is not None:
         _leave_eager(context, Phase.DECODE, *refusal)
         return DecodeGraphCapture(runner=None, graph_mem_usage=0)
-    before = _used_gib(context)
+    before = _driver_bytes(context)
     runner = None
     if context.hooks is not None:
         runner = context.hooks.create_decode_runner(context.platform, model_runner, eager_runner)
     runner = runner or DecodeGraphRunner(context.platform, model_runner, eager_runner)
     runner.capture()
     context.without_graphs.pop(Phase.DECODE, None)
-    return DecodeGraphCapture(runner=runner, graph_mem_usage=_used_gib(context) - before)
+    return DecodeGraphCapture(runner=runner, graph_mem_usage=_decode_gib(context, before))
 
 
 def _context_of(eager_runner: EagerRunner, model_runner: ModelRunner) -> RunnerContext:
@@ -216,13 +217,19 @@ def _compare_ranks(context: RunnerContext, refused: dict[Phase, Any], decode: bo
     cast("PeerAgreement", context.peers).same("the start of the set-up", settings, described)
 
 
-def _used_gib(context: RunnerContext) -> float:
-    """GiB in use on the device, by the driver where it can be trusted, else by the graphs' own count."""
+def _driver_bytes(context: RunnerContext) -> int | None:
+    """Bytes in use on the device, by the driver; ``None`` where it cannot be trusted."""
     platform = context.platform
     info = platform.memory_info(context.device) if platform.capabilities.trusted_free_memory else None
-    if info is not None:
-        return (info.total - info.free) / 2**30
-    return sum(shape.bytes or 0 for shape in context.shapes) / 2**30
+    return None if info is None else info.total - info.free
+
+
+def _decode_gib(context: RunnerContext, before: int | None) -> float | None:
+    """GiB that decode graphs took: what the driver counts since *before*, else the graphs' own count."""
+    after = _driver_bytes(context)
+    own = total_bytes(context.shapes_of(Phase.DECODE))
+    taken = own if after is None or before is None else after - before
+    return None if taken is None else taken / 2**30
 
 
 def _wants_symmetric_memory(runner: ModelRunner) -> bool:

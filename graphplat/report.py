@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import enum
+from collections.abc import Iterable
+from typing import Protocol
 
 import attrs
 import msgspec
@@ -68,6 +70,24 @@ class ShapeReport(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
+class Measured(Protocol):
+    """Something whose device bytes may be unknown."""
+
+    @property
+    def bytes(self) -> int | None:
+        """Device bytes; ``None`` where the platform cannot say."""
+
+
+def total_bytes(shapes: Iterable[Measured]) -> int | None:
+    """Bytes of all *shapes* together; ``None`` if those of any are unknown."""
+    total = 0
+    for shape in shapes:
+        if shape.bytes is None:
+            return None
+        total += shape.bytes
+    return total
+
+
 class SkipReport(msgspec.Struct, frozen=True, kw_only=True):
     """Something that was asked for and has no graph."""
 
@@ -98,9 +118,9 @@ class CaptureReport(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self).decode()
 
     @property
-    def graph_bytes(self) -> int:
-        """Bytes added by all captures whose cost is known."""
-        return sum(shape.bytes or 0 for shape in self.shapes)
+    def graph_bytes(self) -> int | None:
+        """Bytes added by all captures; ``None`` where the platform cannot say what one of them added."""
+        return total_bytes(self.shapes)
 
 
 @attrs.define

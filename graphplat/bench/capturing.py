@@ -15,6 +15,7 @@ from graphplat.bench.hand import Hand, timed_graph_module
 from graphplat.bench.records import BenchReport, CaptureRow, Skip, Spread
 from graphplat.bench.subject import Subject, hold
 from graphplat.config import PhaseConfig
+from graphplat.report import total_bytes
 from graphplat.runners import BaseRunner
 
 _REPEATS = 3
@@ -85,7 +86,7 @@ class Ladder:
                 runner.recapture()
 
         seconds = self.subject.clock.seconds(capture)
-        return seconds, sum(shape.bytes or 0 for shape in runners[0].context.shapes)
+        return seconds, total_bytes(runners[0].context.shapes)
 
     def _repeat(
         self, ways: dict[str, Callable[[], tuple[float, int | None]]], runners: Sequence[BaseRunner]
@@ -131,10 +132,10 @@ class Ladder:
     def _timed(self, hand: Hand, capture: Callable[[], None]) -> tuple[float, int | None]:
         try:
             seconds = self.subject.clock.seconds(capture)
-            sizes = [made.bytes for made in hand.graphs if made.bytes is not None]
+            held = total_bytes(hand.graphs)
         finally:
             hand.release()
-        return seconds, sum(sizes) if sizes else None
+        return seconds, held
 
     def _context_managers(self) -> tuple[float, int | None]:
         module = timed_graph_module(self.subject.clock.device)

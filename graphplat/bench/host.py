@@ -17,6 +17,7 @@ from graphplat.bench.subject import hold
 from graphplat.capture import capture_cuda_graphs
 from graphplat.config import GraphConfig, PhaseConfig
 from graphplat.errors import ReplayError
+from graphplat.report import total_bytes
 
 _ROWS, _BUCKET = 13, 16
 _BREAKS = 60
@@ -75,7 +76,7 @@ def _host_ways(clock: Clock, held: ExitStack) -> list[Way]:
 def scaling(clock: Clock, report: BenchReport, counts: Sequence[int] = (1, 8, 64, 512)) -> None:
     """Cost of a step and of a capture by the number of captured buckets."""
     ways: list[Way] = []
-    made: list[tuple[int, float, int]] = []
+    made: list[tuple[int, float, int | None]] = []
     with ExitStack() as held:
         for count in counts:
             if clock.left() <= 0:
@@ -84,7 +85,7 @@ def scaling(clock: Clock, report: BenchReport, counts: Sequence[int] = (1, 8, 64
             runner, runtime = _captured(clock, held, tuple(range(1, count + 1)), outputs="view")
             # A second capture: the first also loads what the device needs once.
             seconds = clock.seconds(runner.recapture)
-            made.append((count, seconds, sum(shape.bytes or 0 for shape in runner.context.shapes)))
+            made.append((count, seconds, total_bytes(runner.context.shapes)))
             size = count // 2 + 1 if count > 1 else 1
             batches = [column_batch(size, clock.device, seed) for seed in range(FRESH)]
             way = Way(str(count), _executor(runner, batches))

@@ -55,6 +55,7 @@ class CaptureRow(msgspec.Struct, frozen=True, kw_only=True):
     seconds: Spread
     """Warm-up included."""
     bytes: int | None = None
+    """``None`` where the platform cannot say."""
     note: str = ""
 
 
@@ -81,7 +82,8 @@ class RetainedRow(msgspec.Struct, frozen=True, kw_only=True):
     way: str
     buckets: int
     retained_bytes: int
-    graph_bytes: int
+    graph_bytes: int | None
+    """``None`` where the platform cannot say."""
 
 
 class ScalingRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +93,8 @@ class ScalingRow(msgspec.Struct, frozen=True, kw_only=True):
     capture_seconds: float
     capture_us_per_bucket: float
     host_us: Spread
-    bytes: int
+    bytes: int | None
+    """``None`` where the platform cannot say."""
 
 
 class GenerateRow(msgspec.Struct, frozen=True, kw_only=True):
