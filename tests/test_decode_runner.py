@@ -14,6 +14,7 @@ import torch
 
 from graphplat import (
     CaptureError,
+    Decision,
     ForwardBatch,
     GraphConfig,
     HostSpec,
@@ -223,6 +224,36 @@ def test_buffers_are_those_of_the_graph_that_execute_replays(runtime: Any, decod
         runner.buffers(3, host={"scales": 2})
 
 
+def test_buffers_that_no_graph_has_say_why(runtime: Any) -> None:
+    """The reason is that of a step of the same kind; a size that no batch can have is an InputError."""
+    spec = InputSpec(
+        x=TensorSpec(("requests", 3), dtype=F32), mode=HostSpec(values=(1,)), y=TensorSpec(("requests",))
+    )
+    config = PhaseConfig(buckets=(2,), variants=("a",))
+    runner = capture_cuda_graphs(
+        model_runner=runtime(lambda b: b.inputs["x"] * 2, spec, decode=config)
+    ).decode_runner
+    asked: list[tuple[int, dict[str, Any], str]] = [
+        (100, {}, "over_max_bucket, 100 is over 2"),
+        (2, {"variant": "q"}, "unknown_variant, 'q'"),
+        (2, {"present": ["y"]}, r"optional_inputs, no graphs with \['y'\] present"),
+        (2, {"host": {"mode": 2}}, "host_value, mode=2 was not captured"),
+        (1, {"requests": 3}, "3 requests are too many"),
+    ]
+    for size, kind, says in asked:
+        with pytest.raises(ReplayError, match=f"size {size}: {says}"):
+            runner.buffers(size, **kind)
+    for size in (0, -1, "3", 2.0, True, None):
+        with pytest.raises(InputError, match="expected a count of 1 or more") as caught:
+            runner.buffers(size)  # type: ignore[arg-type]
+        assert caught.value.field == "size"
+    with pytest.raises(InputError, match="expected a count of 1 or more"):
+        runner.buffers(2, requests=0)
+    runner.release()
+    with pytest.raises(ReplayError, match=r"size 2: released, call recapture\(\)"):
+        runner.buffers(2)
+
+
 def test_a_backend_can_be_driven_by_hand(runtime: Any, rows: Any) -> None:
     """Inside a replay session a captured shape replays from what its static inputs hold."""
     runner = capture_cuda_graphs(model_runner=runtime(double)).decode_runner
@@ -401,6 +432,111 @@ def test_a_callers_batch_is_not_retained(runtime: Any, decode: Any, rows: Any) -
         runner.execute(batch)
         del batch
         assert ref() is None
+
+
+@pytest.mark.parametrize("capture", ["startup", "lazy"])
+def test_a_live_number_that_was_captured_as_another_runs_eagerly(
+    runtime: Any, decode: Any, rows: Any, capture: Any
+) -> None:
+    """
+    The number that prepare_capture_batch left is frozen in the graph: a batch that brings another one runs
+    eagerly, counted, also at a size replayed before; ``None`` means as captured.
+    """
+
+    def prepare(batch: ForwardBatch) -> None:
+        batch.global_dp_buffer_len = 2 * batch.num_requests
+
+    def forward(batch: Any) -> Any:
+        return batch.inputs["x"] * batch.global_dp_buffer_len
+
+    config = PhaseConfig(buckets=(4, 8), capture=capture)
+    toy = runtime(forward, prepare_capture_batch=prepare, decode=config)
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    for n, length, captured in (
+        (3, 16, 8),
+        (3, None, 8),
+        (4, 8, 8),
+        (3, 8, 8),
+        (3, 16, 8),
+        (3, 8.0, 8),
+        (8, 8, 16),
+    ):
+        x = rows(n)
+        batch = decode(n, x=x)
+        batch.global_dp_buffer_len = length
+        assert torch.equal(runner.execute(batch), x * (length or captured))
+        decision = runner.stats.last
+        assert decision == runner.explain(batch)
+        if length in (None, captured) and type(length) is not float:
+            assert decision is not None
+            assert decision.is_graph
+        else:
+            detail = f"global_dp_buffer_len={length} was captured as {captured}"
+            assert decision == Decision(reason=Reason.HOST_VALUE, detail=detail)
+    assert runner.stats.eager == {Reason.HOST_VALUE: 4}
+    assert runner.stats.replays == {4: 3}
+    runner.recapture()
+    assert torch.equal(runner.execute(batch), x * 8)
+
+
+def test_a_live_number_where_none_was_captured_runs_eagerly(runtime: Any, decode: Any, rows: Any) -> None:
+    """A forward that was captured without it took the other way; larger batches are eager anyhow."""
+    toy = runtime(lambda b: b.inputs["x"] * (b.global_dp_buffer_len or 1))
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    for n in (3, 9, 3):
+        for length in (None, 5):
+            x = rows(n)
+            batch = decode(n, x=x)
+            batch.global_dp_buffer_len = length
+            assert torch.equal(runner.execute(batch), x * (length or 1))
+    assert runner.stats.eager == {Reason.HOST_VALUE: 2, Reason.OVER_MAX_BUCKET: 2}
+
+
+@pytest.mark.parametrize("field", ["global_num_tokens_gpu", "capture_only.counts"])
+@pytest.mark.parametrize("capture", ["startup", "lazy"])
+def test_a_live_tensor_that_the_graph_does_not_read_is_an_error(
+    runtime: Any, decode: Any, rows: Any, field: str, capture: Any
+) -> None:
+    """
+    The captured tensor itself, or a view of the whole of it, may come with a batch, and what is written
+    there shows. Another tensor would be ignored: an InputError names the field and changes nothing.
+    """
+
+    def put(batch: ForwardBatch, tensor: Any) -> Any:
+        if field == "global_num_tokens_gpu":
+            batch.global_num_tokens_gpu = tensor
+        else:
+            batch.capture_only["counts"] = tensor
+        return batch
+
+    def forward(batch: Any) -> Any:
+        counts = batch.capture_only.get("counts", batch.global_num_tokens_gpu)
+        return batch.inputs["x"] * counts[0]
+
+    config = PhaseConfig(buckets=(4, 8), capture=capture)
+    toy = runtime(forward, prepare_capture_batch=lambda batch: put(batch, counts), decode=config)
+    counts = torch.tensor([5, 6], device=toy.device)
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    others = (counts.clone(), counts[:1], counts.view(torch.float64), counts.new_tensor([5]).expand(2))
+    for n in (3, 3, 8):
+        for other in others:
+            bad = put(decode(n, x=rows(n)), other)
+            with pytest.raises(InputError, match="in place") as caught:
+                runner.execute(bad)
+            assert caught.value.field == field
+            with pytest.raises(InputError, match="in place"):
+                runner.explain(bad)
+        x = rows(n)
+        for live in (counts, counts.view(2)):
+            counts.fill_(n)
+            assert torch.equal(runner.execute(put(decode(n, x=x), live)), x * n)
+    x = rows(9)
+    assert torch.equal(runner.execute(put(decode(9, x=x), others[0])), x * 5)
+    assert runner.stats.eager == {Reason.OVER_MAX_BUCKET: 1}
+    unknown = put(decode(3, x=rows(3)), counts)
+    unknown.capture_only["more"] = counts
+    with pytest.raises(InputError, match="Install it in prepare_capture_batch"):
+        runner.execute(unknown)
 
 
 def test_a_refused_host_read_names_its_line_once(runtime: Any) -> None:

@@ -753,6 +753,10 @@ def test_a_bad_field_is_found_also_after_good_steps_of_the_same_size(
     assert torch.equal(runner.execute(decode(3, x=good)), good * 2)
 
 
+class Three(int):
+    """Equal to a count and hashed like one, as numbers of other libraries are."""
+
+
 BROKEN_BATCHES = {
     "no inputs": ("inputs", lambda x: None, "expected a dict of inputs, found NoneType"),
     "a list": ("inputs", lambda x: [x], "expected a dict of inputs, found list"),
@@ -760,6 +764,8 @@ BROKEN_BATCHES = {
     "a mapping": ("inputs", lambda x: collections.UserDict(x=x), "expected a dict of inputs, found UserDict"),
     "a list of requests": ("num_requests", lambda x: [3], "expected a count, found [3]"),
     "a dict of tokens": ("num_tokens", lambda x: {}, "expected a count, found {}"),
+    "a real number of requests": ("num_requests", lambda x: 3.0, "expected a count, found 3.0"),
+    "another kind of number": ("num_tokens", lambda x: Three(3), "expected a count, found 3"),
     "no requests": ("num_requests", lambda x: None, "expected a count, found None"),
 }
 

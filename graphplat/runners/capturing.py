@@ -16,6 +16,7 @@ from graphplat.outputs import GraphOutput
 from graphplat.peers import Cost, Outcome
 from graphplat.report import Reason, ShapeReport
 from graphplat.runners import fitting
+from graphplat.runners.entry import Entry, installed_on
 from graphplat.runners.participants import Participant
 from graphplat.runners.planning import split_remaining
 from graphplat.runners.stale import drop_stale
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from graphplat.batch import ForwardBatch
     from graphplat.buffers import BoundInputs
     from graphplat.keys import ShapeKey
-    from graphplat.runners.graph import Entry, GraphRunner
+    from graphplat.runners.graph import GraphRunner
     from graphplat.runners.planning import CapturePlan
 
 
@@ -157,7 +158,7 @@ def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> b
     if runner.backend.prepares is not None:
         _report(runner, runner.backend.prepares, total, done, key=key)
     try:
-        inputs, captured = _capture(runner, key)
+        inputs, captured, installed = _capture(runner, key)
     except CaptureError as error:
         runner.backend.drop(key)  # where only another rank failed
         _handle_failure(runner, key, error, total, done)
@@ -171,14 +172,14 @@ def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> b
         _miss(runner, key, Reason.MEMORY_BUDGET, why)
         _report(runner, "skipped", total, done + 1, key=key, detail=why)
         return False
-    _admit(runner, key, inputs, captured)
+    _admit(runner, Entry(key, inputs, captured.output, installed), captured)
     drop_stale(runner, key)
     if not over:
         _report(runner, "captured", total, done + 1, key=key, seconds=captured.seconds)
     return over
 
 
-def _capture(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, CapturedShape]:
+def _capture(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, CapturedShape, dict[str, Any]]:
     with runner.context.stage(f"the preparation of {key}"):
         inputs, batch, installed = _prepare(runner, key)
     writes = runner.context.arena.writes
@@ -195,7 +196,7 @@ def _capture(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, CapturedS
         captured = attrs.evolve(captured, bytes=cost.bytes)
         runner.backend.captured[key] = captured
     inputs.volatile = runner.context.arena.writes != writes
-    return inputs, captured
+    return inputs, captured, installed_on(batch)
 
 
 def _prepare(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, ForwardBatch, dict[str, torch.Tensor]]:
@@ -228,10 +229,9 @@ def place_output(runner: GraphRunner, key: ShapeKey, output: Any) -> GraphOutput
     return GraphOutput(place(output, axes, persistent), axes, key)
 
 
-def _admit(runner: GraphRunner, key: ShapeKey, inputs: BoundInputs, captured: CapturedShape) -> None:
-    from graphplat.runners.graph import Entry
-
-    runner.entries[key] = Entry(key, inputs, captured.output)
+def _admit(runner: GraphRunner, entry: Entry, captured: CapturedShape) -> None:
+    key = entry.key
+    runner.entries[key] = entry
     runner.missing.pop(key, None)
     report = ShapeReport(
         key=key,

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from graphplat import buckets as ladders
+from graphplat.batch import ForwardBatch, Phase
 from graphplat.errors import InputError, ReplayError, WeightsMovedError
 from graphplat.report import Decision, Reason
+from graphplat.runners.entry import refuse_live
 
 if TYPE_CHECKING:
-    from graphplat.batch import ForwardBatch
     from graphplat.keys import Family, ShapeKey
-    from graphplat.peers import PeerAgreement, Step
     from graphplat.runners.base import CheckedBatch
-    from graphplat.runners.graph import Entry, GraphRunner
+    from graphplat.runners.entry import Entry
+    from graphplat.runners.graph import GraphRunner
 
 _NONE: Any = object()
 
@@ -43,36 +44,40 @@ def cannot_update(runner: GraphRunner) -> str | None:
 
 def decide(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch, size: int) -> Decision:
     """What to do with *batch*, as far as this rank alone knows."""
-    refused = _refuse(runner, batch, checked, size)
-    if refused is not None:
-        return refused
-    family = _family(runner, batch, checked)
+    family = wanted(runner, batch, checked, size)
     return family if isinstance(family, Decision) else find(runner, size, family)
 
 
-def _refuse(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch, size: int) -> Decision | None:
+def wanted(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch, size: int) -> Family | Decision:
+    """The family of graphs that *batch* asks for, or why none can serve it."""
+    if (refused := _refuse(runner, batch, size, checked.over)) is not None:
+        return refused
+    present = (path for path in runner.spec.optional if checked.leaves.get(path) is not None)
+    return _family(runner, batch.variant, frozenset(present), checked.leaves)
+
+
+def _refuse(runner: GraphRunner, batch: ForwardBatch, size: int, over: str | None = None) -> Decision | None:
     if runner.released:
         return Decision(reason=Reason.RELEASED, detail="call recapture()")
     if size == 0:
         return Decision(reason=Reason.EMPTY_BATCH)
-    if checked.over is not None:
-        return Decision(reason=Reason.OVER_MAX_DIM, detail=checked.over)
+    if over is not None:
+        return Decision(reason=Reason.OVER_MAX_DIM, detail=over)
     bucket = ladders.fit(runner.ladder, size)
     if bucket is None:
         return Decision(reason=Reason.OVER_MAX_BUCKET, detail=f"{size} is over {runner.ladder[-1]}")
     return runner.refuse(batch, bucket)
 
 
-def _family(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch) -> Family | Decision:
+def _family(
+    runner: GraphRunner, variant: str | None, present: frozenset[str], values: Mapping[str, Any]
+) -> Family | Decision:
     if (detail := cannot_update(runner)) is not None:
         return Decision(reason=Reason.HOST_VALUE, detail=detail)
-    if batch.variant is not None and batch.variant not in runner.config.variants:
-        return Decision(reason=Reason.UNKNOWN_VARIANT, detail=repr(batch.variant))
-    host = fit_hosts(runner, checked.leaves)
-    if isinstance(host, Decision):
-        return host
-    present = frozenset(path for path in runner.spec.optional if checked.leaves.get(path) is not None)
-    return batch.variant, present, host
+    if variant is not None and variant not in runner.config.variants:
+        return Decision(reason=Reason.UNKNOWN_VARIANT, detail=repr(variant))
+    host = fit_hosts(runner, values)
+    return host if isinstance(host, Decision) else (variant, present, host)
 
 
 def fit_hosts(runner: GraphRunner, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...] | Decision:
@@ -123,82 +128,40 @@ def held(
 ) -> Entry:
     """The captured shape of a batch of *size* and *requests*, with variant and present inputs of *kind*.
 
-    Host constants left out are the first ones captured. Raises :class:`ReplayError` if there is none.
+    Host constants left out are the first ones captured. Raises :class:`ReplayError` if there is none, and
+    :class:`InputError` for what no batch can have.
     """
+    for name, value in (("size", size), ("requests", requests)):
+        if type(value) is not int or value < 1:
+            what = f"expected a count of 1 or more, found {value!r}"
+            raise InputError(what, phase=runner.phase, field=name)
     first = {path: runner.spec.hosts[path].capture_values[0] for path in runner.fixed_hosts}
     if unknown := sorted(host.keys() - first.keys()):
         raise InputError(f"no host constants {unknown}", phase=runner.phase, hint=f"Declared: {[*first]}")
-    fitted = fit_hosts(runner, first | dict(host))
-    decision = fitted if isinstance(fitted, Decision) else find(runner, size, (*kind, fitted))
+    tokens = requests * runner.checker.tokens_per_request if runner.phase is Phase.DECODE else size
+    batch = ForwardBatch(phase=runner.phase, num_requests=requests, num_tokens=tokens, variant=kind[0])
+    family = _refuse(runner, batch, size) or _family(runner, *kind, first | dict(host))
+    decision = family if isinstance(family, Decision) else find(runner, size, family)
     entry = None if decision.key is None else runner.entries.get(decision.key)
-    if entry is None or requests > entry.key.requests:
-        raise ReplayError(
-            f"no captured bucket holds {size}" + (f": {decision.detail}" if decision.detail else ""),
-            phase=runner.phase,
-            hint=f"Captured: {list(runner.buckets)}",
-        )
-    return entry
+    if entry is not None and requests <= entry.key.requests:
+        return entry
+    why = f"{decision.reason}, {decision.detail}"
+    if decision.key is not None:
+        why = "not captured yet" if entry is None else f"{requests} requests are too many"
+    raise ReplayError(
+        f"no graph holds a batch of size {size}: {why}",
+        phase=runner.phase,
+        hint=f"Captured: {list(runner.buckets)}",
+    )
 
 
-def decide_with_peers(
-    runner: GraphRunner, batch: ForwardBatch
-) -> tuple[ForwardBatch, CheckedBatch, Decision]:
-    """Agree with all ranks; every rank reaches the collective, also with a bad batch.
+def check_live(runner: GraphRunner, batch: ForwardBatch, decision: Decision) -> Decision:
+    """*decision*, unless the capture-only fields of *batch* are not those that its graph was captured with.
 
-    Gives the batch too, taken out of the static buffers, since any rank may make all of them capture.
-
-    A rank without work takes the others' size and family, so that it replays the same graph. Ranks that
-    ask for different families run eagerly, all of them. Raises what :meth:`PeerAgreement.step` raises.
+    Raises :class:`InputError` for a tensor that the graph does not read.
     """
-    peers = cast("PeerAgreement", runner.context.peers)
-    where = f"a {runner.phase} step"
-    try:
-        checked = runner.checker.check(batch)
-        if any(map(runner.context.arena.holds, checked.leaves.values())):
-            batch = runner.out_of_buffers(batch)
-            checked = runner.checker.check(batch)
-        size = runner.size_of(batch)
-        own = _own_part(runner, batch, checked, size)
-        family = own if isinstance(own, tuple) else None
-        moved = None if isinstance(own, Decision) else moved_weights(runner)
-        if moved is not None and runner.config.weights != "recapture":
-            own = _policy(runner, moved)
-    except BaseException as error:
-        peers.refuse(where, error)
-        raise
-    index = None if family is None else runner.families.index(family)
-    can_graph = not isinstance(own, Decision)
-    held = (len(runner.entries) << 20) + len(runner.missing)
-    agreed = peers.step(size, index, held, can_graph=can_graph, moved=moved is not None, where=where)
-    return batch, checked, _common(runner, own, agreed)
-
-
-def _common(runner: GraphRunner, own: Family | Decision | None, agreed: Step) -> Decision:
-    """What all ranks do, given this one's own part; captures anew where a weight moved on any."""
-    if isinstance(own, Decision):
-        return own
-    if not agreed.all_graph:
-        return Decision(reason=Reason.PEER_RANK_EAGER, detail="another rank cannot replay")
-    if not agreed.size:
-        return Decision(reason=Reason.EMPTY_BATCH)
-    if agreed.family is None:
-        return Decision(reason=Reason.PEER_RANK_EAGER, detail="ranks ask for different graphs")
-    if not agreed.same_graphs:
-        detail = "ranks hold different graphs: call recapture() on all of them"
-        return Decision(reason=Reason.PEER_RANK_EAGER, detail=detail)
-    if agreed.any_moved:
-        _recapture(runner)
-    return find(runner, agreed.size, runner.families[agreed.family])
-
-
-def _own_part(
-    runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch, size: int
-) -> Family | Decision | None:
-    """What this rank asks of a common step: a family, nothing where it has no work, or a reason against."""
-    if size == 0 and not runner.released:
-        return None
-    refused = _refuse(runner, batch, checked, size)
-    return _family(runner, batch, checked) if refused is None else refused
+    entry = None if decision.key is None else runner.entries.get(decision.key)
+    return decision if entry is None else refuse_live([entry], batch) or decision
 
 
 def zero_rows(runner: GraphRunner, key: ShapeKey, checked: CheckedBatch) -> dict[str, Any]:
@@ -231,8 +194,8 @@ def check_weights(runner: GraphRunner, decision: Decision) -> Decision:
     if moved is None:
         return decision
     if runner.config.weights != "recapture":
-        return _policy(runner, moved)
-    _recapture(runner)
+        return policy(runner, moved)
+    recapture(runner)
     key = cast("ShapeKey", decision.key)
     return find(runner, key.size, key.family)
 
@@ -243,7 +206,8 @@ def moved_weights(runner: GraphRunner) -> str | None:
     return None if runner.config.weights == "off" or not runner.entries else runner.watch.moved()
 
 
-def _policy(runner: GraphRunner, moved: str) -> Decision:
+def policy(runner: GraphRunner, moved: str) -> Decision:
+    """What the settings say of *moved*, other than to capture anew. Raises :class:`WeightsMovedError`."""
     runner.watch.give_up(moved)
     if runner.config.weights == "eager":
         return Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
@@ -256,6 +220,14 @@ def _policy(runner: GraphRunner, moved: str) -> Decision:
     )
 
 
-def _recapture(runner: GraphRunner) -> None:
+def recapture(runner: GraphRunner) -> None:
+    """Capture anew, counted."""
     runner.stats.recaptures += 1
     runner.recapture()
+
+
+def would_lose(runner: GraphRunner, checked: CheckedBatch, key: ShapeKey) -> bool:
+    """Whether the batch lies in the static buffers, and a capture in *key* comes first and fills them."""
+    return any(map(runner.context.arena.holds, checked.leaves.values())) and (
+        key not in runner.entries or (runner.config.weights == "recapture" and bool(runner.watch.moved()))
+    )

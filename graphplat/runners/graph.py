@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import attrs
 import torch
 
 from graphplat import tree
@@ -16,9 +15,10 @@ from graphplat.buffers import BoundInputs, bind_inputs
 from graphplat.errors import GraphplatError
 from graphplat.outputs import GraphOutput, copy_output
 from graphplat.report import Decision, Reason, RunnerStats
-from graphplat.runners import deciding
+from graphplat.runners import agreeing, deciding
 from graphplat.runners.base import BaseRunner, CheckedBatch
 from graphplat.runners.capturing import capture_on_use, capture_planned, place_output
+from graphplat.runners.entry import Entry
 from graphplat.runners.fitting import warn_if_short
 from graphplat.runners.planning import CapturePlan
 from graphplat.runners.steps import StepPlan
@@ -31,14 +31,7 @@ if TYPE_CHECKING:
     from graphplat.platform import Platform
     from graphplat.runners.eager import EagerRunner
 
-
-@attrs.define(eq=False)
-class Entry:
-    """All that one shape key needs at replay."""
-
-    key: ShapeKey
-    inputs: BoundInputs
-    output: GraphOutput
+__all__ = ["Entry", "GraphRunner"]
 
 
 class GraphRunner(BaseRunner):
@@ -116,7 +109,8 @@ class GraphRunner(BaseRunner):
         hold until the next step of another size or phase; write real rows only. *size*
         counts requests for decode and tokens for prefill, where *requests* counts the rest.
         *present* are the optional inputs of the batch, *host* its host constants by path; those left
-        out are taken to be the first ones captured. Raises :class:`ReplayError` if no graph holds it.
+        out are taken to be the first ones captured. Raises :class:`ReplayError` with the reason if no graph
+        holds it, and :class:`InputError` for a size that is no count.
         """
         decode = self.phase is Phase.DECODE
         requests = (size if decode else 1) if requests is None else requests
@@ -133,18 +127,27 @@ class GraphRunner(BaseRunner):
         decision = deciding.decide(self, batch, checked, self.size_of(batch))
         if decision.is_graph and self.config.weights in ("eager", "raise"):
             moved = deciding.moved_weights(self)
-            return decision if moved is None else Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
-        return decision
+            if moved is not None:
+                return Decision(reason=Reason.WEIGHTS_MOVED, detail=moved)
+        return deciding.check_live(self, batch, decision)
 
     def execute(self, batch: ForwardBatch) -> Any:
         """Replay the graph that holds *batch*, or run eagerly; either is counted in ``stats``."""
         context = self.context
         with context.arena.lock:
             try:
-                plan = self._plans.get((batch.num_requests, batch.num_tokens, batch.variant))
+                requests, tokens = batch.num_requests, batch.num_tokens
+                plan = self._plans.get((requests, tokens, batch.variant))
+                usual = (  # equal keys may be other types, and what was for capture must be compared with it
+                    requests.__class__ is tokens.__class__ is int
+                    and batch.phase is self.phase
+                    and batch.global_dp_buffer_len is None
+                    and batch.global_num_tokens_gpu is None
+                    and not batch.capture_only
+                )
             except (AttributeError, TypeError):  # no batch, or counts that are none: the full way says which
                 return self._execute_checked(batch)
-            if plan is None or batch.phase is not self.phase or (self._watched and self.watch.moved()):
+            if plan is None or not usual or (self._watched and self.watch.moved()):
                 return self._execute_checked(batch)
             context.arena.enter_stream()
             if not plan.load(batch.inputs):
@@ -163,22 +166,16 @@ class GraphRunner(BaseRunner):
         if self.context.peers is None:
             checked = self.checker.check(batch)
             decision = deciding.decide(self, batch, checked, self.size_of(batch))
-            if decision.key is not None and self._would_lose(checked, decision.key):
+            if decision.key is not None and deciding.would_lose(self, checked, decision.key):
                 batch = self.out_of_buffers(batch)
                 checked = self.checker.check(batch)
         else:
-            batch, checked, decision = deciding.decide_with_peers(self, batch)
+            batch, checked, decision = agreeing.decide_with_peers(self, batch)
         if decision.key is not None and self.context.peers is None:
-            decision = deciding.check_weights(self, decision)
+            decision = deciding.check_live(self, batch, deciding.check_weights(self, decision))
         if decision.key is None:
             return self._run_eagerly(batch, checked, decision)
         return self._replay(decision.key, batch, checked)
-
-    def _would_lose(self, checked: CheckedBatch, key: ShapeKey) -> bool:
-        """Whether the batch lies in the static buffers, and a capture in *key* comes first and fills them."""
-        return any(map(self.context.arena.holds, checked.leaves.values())) and (
-            key not in self.entries or (self.config.weights == "recapture" and bool(self.watch.moved()))
-        )
 
     def out_of_buffers(self, batch: ForwardBatch) -> ForwardBatch:
         """*batch* with copies of what a runtime wrote into the static buffers."""
@@ -262,6 +259,9 @@ class GraphRunner(BaseRunner):
             if entry is None:
                 reason, detail = self.missing[key]
                 return self._run_eagerly(batch, checked, Decision(reason=reason, detail=detail))
+            decision = agreeing.confirm(self, batch, Decision(key=key))
+            if decision.key is None:
+                return self._run_eagerly(batch, checked, decision)
         elif self.config.max_graphs is not None:
             self.entries[key] = self.entries.pop(key)  # the most recent is the last to be evicted
         if torch.is_grad_enabled():
