@@ -57,6 +57,16 @@ def user_frame(error: BaseException) -> str | None:
     return None
 
 
+def clear_locals(error: BaseException) -> None:
+    """Let go of what the frames that *error* and its causes passed through still hold, such as tensors."""
+    seen: BaseException | None = error
+    met: list[BaseException] = []
+    while seen is not None and seen not in met:
+        met.append(seen)
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether *error* or anything it was raised from is a device's out-of-memory error.
 

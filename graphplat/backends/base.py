@@ -15,6 +15,7 @@ from graphplat import guard
 from graphplat.backends.replaying import CapturedShape, Place, ReplayBackend, discard, reset_all
 from graphplat.errors import CaptureError
 from graphplat.outputs import storages
+from graphplat.plugin_hooks import warn
 
 __all__ = ["CaptureBackend", "CapturedShape", "Place"]
 
@@ -107,13 +108,13 @@ class CaptureBackend(ReplayBackend):
                 warm_seconds += self._warm_up(shape_key, forward_fn, post_warmup_hook)
             warmups += 1
         # Read after the warm-up, whose memory stays with the allocator and not with the graph.
-        started, before = time.perf_counter(), self.platform.reserved_bytes(self.device)
+        started, before = self._reading(shape_key)
         result, note = self._try_cold(shape_key, forward_fn) if not warmups else (None, "")
         if result is None:
             if not warmups:
                 warm_seconds += self._warm_up(shape_key, forward_fn, post_warmup_hook)
                 warmups += 1
-                started, before = time.perf_counter(), self.platform.reserved_bytes(self.device)
+                started, before = self._reading(shape_key)
             result = self._record_or_clean(shape_key, forward_fn)
         recording, output = result
         after = self.platform.reserved_bytes(self.device)
@@ -168,30 +169,47 @@ class CaptureBackend(ReplayBackend):
         that kept something at other sizes are not tried, nor any once torch's compiler was
         used, since it would start inside the capture.
         """
+        if self.context.kept or guard.compiled_frames():
+            return None, self.context.kept and f"warmed up, since {self.context.kept}"
         self.platform.drop_workspaces()  # what libraries let go of must not hide what the forward keeps
         allocated = self.platform.allocated_bytes(self.device)
-        if allocated is None or self.context.keeps_memory:
-            return None, ""
-        frames = guard.compiled_frames()
-        if frames:
+        if allocated is None:
             return None, ""
         try:
             recording, output = self._record_or_clean(key, forward_fn)
         except CaptureError as error:
+            guard.clear_locals(error)
+            if (kept := self._judge_pool(key, allocated)) > 0:
+                warn(
+                    f"the first recording at {key} failed when the forward had kept {kept} bytes, and what "
+                    'it wrote there never ran: set warmup="each" if it makes a tensor there for later steps'
+                )
             if guard.is_out_of_memory(error):
                 raise
             return None, f"warmed up, since a cold capture failed: {error.__cause__ or error}"
-        left = (self.platform.allocated_bytes(self.device) or 0) - allocated
-        left -= self._kept_bytes(recording, output)
+        left = (self.platform.allocated_bytes(self.device) or 0) - allocated - output.own_bytes()
         self._run_once(key, recording)
-        if guard.compiled_frames() != frames:
-            reason = "the forward compiled something"
-        elif left > 0:
-            reason = f"a cold capture left {left} bytes behind"
-        else:
+        compiled = guard.compiled_frames() > 0
+        if left <= 0 and not compiled:
             return (recording, output), ""
+        del output
         self._reset(recording)
+        self._judge_pool(key, allocated)
+        reason = "the forward compiled something" if compiled else f"a cold capture left {left} bytes behind"
         return None, f"warmed up, since {reason}"
+
+    def _judge_pool(self, key: ShapeKey, before: int) -> int:
+        """Bytes that a recording which is gone left behind: the forward keeps them, in the pool.
+
+        Graphs recorded earlier may write there at every replay: whoever records shapes starts over
+        in another pool, see :func:`~graphplat.runners.stale.start_over`.
+        """
+        self.platform.drop_workspaces()
+        left = (self.platform.allocated_bytes(self.device) or 0) - before
+        if left > 0:
+            self.context.kept = f"the forward kept {left} bytes of its first run at {key}"
+            self.context.pool_is_spoilt = True
+        return left
 
     def _run_once(self, key: ShapeKey, recording: Any) -> None:
         """Run a cold recording, as a warm-up would have: what the forward made and kept gets its values."""
@@ -199,10 +217,10 @@ class CaptureBackend(ReplayBackend):
         if self.platform.capabilities.executes_in_capture or not graphs:
             return
         try:
-            # Where there are several, all but the last one were run as they were recorded.
-            if self.updatable:
-                self.platform.update_graph(graphs[-1], self.context.host_fills(key))
-            self.platform.replay(graphs[-1])
+            for graph in graphs:
+                if self.updatable:
+                    self.platform.update_graph(graph, self.context.host_fills(key))
+                self.platform.replay(graph)
             if self.updatable:
                 self.fence()
         except BaseException as error:
@@ -210,6 +228,15 @@ class CaptureBackend(ReplayBackend):
             if not isinstance(error, Exception):
                 raise
             raise self._error(CaptureError, "the captured forward could not be run", key, error) from error
+
+    def _reading(self, key: ShapeKey) -> tuple[float, int | None]:
+        """The time, and the bytes that the device holds without what a pool of no graph still had."""
+        try:
+            self.context.renew_unused_pool()
+        except Exception as error:
+            what = "the memory of earlier graphs could not be released"
+            raise self._error(CaptureError, what, key, error) from error
+        return time.perf_counter(), self.platform.reserved_bytes(self.device)
 
     def _warm_up(
         self, key: ShapeKey, forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None
@@ -226,7 +253,6 @@ class CaptureBackend(ReplayBackend):
 
     def _record_or_clean(self, key: ShapeKey, forward_fn: Callable[[], Any]) -> tuple[Any, GraphOutput]:
         try:
-            self.context.renew_unused_pool()
             recording, output = self._record(key, forward_fn)
             if self.platform.capabilities.memory_aliases:
                 output.lend(self.platform, recording)
@@ -240,11 +266,6 @@ class CaptureBackend(ReplayBackend):
     def _recording_bytes(self, recording: Any) -> int | None:
         sizes = [getattr(graph, "memory_bytes", None) for graph in self._graphs(recording)]
         return None if None in sizes else sum(size for size in sizes if size is not None)
-
-    def _kept_bytes(self, recording: Any, output: GraphOutput) -> int:
-        """Bytes that a sound recording may leave allocated: its non-row outputs."""
-        del recording
-        return output.own_bytes()
 
     @contextlib.contextmanager
     def _random_state_kept(self) -> Iterator[None]:

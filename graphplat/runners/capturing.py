@@ -19,7 +19,7 @@ from graphplat.runners import fitting
 from graphplat.runners.entry import Entry, installed_on
 from graphplat.runners.participants import Participant
 from graphplat.runners.planning import split_remaining
-from graphplat.runners.stale import drop_stale
+from graphplat.runners.stale import drop_stale, start_over
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,8 @@ def capture_planned(runner: GraphRunner, plan: CapturePlan) -> None:
 
     What a failure leaves without a graph is noted as missing.
     """
+    if runner not in runner.context.runners:
+        runner.context.runners.append(runner)
     try:
         if runner.context.peers is not None:
             runner.context.peers.same_plan(runner.phase, runner.config, plan.keys)
@@ -57,7 +59,9 @@ def capture_on_use(runner: GraphRunner, key: ShapeKey) -> Entry | None:
         return None
     runner.context.release_memory()
     with runner.context.together(f"the capture of {key}"):
-        capture_shapes(runner, [key])
+        if capture_shapes(runner, [key]):
+            start_over(runner)
+            capture_shapes(runner, [key])
     fitting.warn_if_short(runner, [key])
     return runner.entries.get(key)
 
@@ -86,6 +90,10 @@ def _capture_startup(runner: GraphRunner, keys: list[ShapeKey]) -> None:
     """
     kept = keys
     while kept and capture_shapes(runner, kept, retry=True):
+        if runner.context.pool_is_spoilt:
+            kept = [key for key in kept if key not in runner.missing]
+            start_over(runner)
+            continue
         measured = {shape.key: shape.bytes or 0 for shape in runner.context.shapes_of(runner.phase)}
         limit = fitting.budget_of(runner) or 0
         choice = Budget(
@@ -105,7 +113,8 @@ def _capture_startup(runner: GraphRunner, keys: list[ShapeKey]) -> None:
 def capture_shapes(runner: GraphRunner, keys: list[ShapeKey], *, retry: bool = False) -> bool:
     """Record *keys* in order, inside one session with the plugins' participants.
 
-    Returns whether the budget was exceeded and another choice of shapes can be recorded; only with *retry*.
+    Returns whether to record again: the pool is spoilt, or, only with *retry*, the budget was exceeded
+    and another choice of shapes can be recorded.
     """
     context = runner.context
     with contextlib.ExitStack() as stack:
@@ -123,7 +132,7 @@ def capture_shapes(runner: GraphRunner, keys: list[ShapeKey], *, retry: bool = F
         while pending:
             done = len(keys) - len(pending)
             exceeded = _capture_key(runner, pending.pop(0), len(keys), done)
-            if exceeded and retry and fitting.can_retry(runner):
+            if context.pool_is_spoilt or (exceeded and retry and fitting.can_retry(runner)):
                 return True
             if retry:
                 fitting.note_estimate(runner, keys)

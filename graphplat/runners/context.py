@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from graphplat.model_runner import ModelRunner
     from graphplat.platform import Platform
     from graphplat.registry import PlatformHooks
+    from graphplat.runners.graph import GraphRunner
 
 
 @attrs.define(eq=False)
@@ -76,8 +77,12 @@ class RunnerContext:
     axes: dict[Any, tuple[dict[str, RowAxis], frozenset[str]]] = attrs.field(factory=dict)
     """Per family: the row axes of its outputs, and the outputs in memory of the runtime's own."""
     backends: list[CaptureBackend] = attrs.field(factory=list)
-    keeps_memory: bool = False
-    """Whether a first run at some size left memory allocated, such as a table made for that size."""
+    kept: str = ""
+    """What showed that first runs at a size may leave memory allocated, such as a table made for it."""
+    pool_is_spoilt: bool = False
+    """Whether the forward keeps memory in the pool, to which graphs recorded before may write."""
+    runners: list[GraphRunner] = attrs.field(factory=list)
+    """All that recorded graphs, or were to, in the order in which they began."""
     symmetric_memory: Any = None
     refusals: dict[Phase, tuple[Reason, str] | None] = attrs.field(factory=dict)
     """Per phase: why it gets no graphs, asked for once."""

@@ -183,7 +183,8 @@ class EagerRunner(BaseRunner):
             self.context.axes[family] = infer_row_axes(runs), shared_leaves(runs)
             del runs
             # More or less than before: a table for each size, or one that follows the latest.
-            self.context.keeps_memory |= platform.allocated_bytes(device) != before
+            if platform.allocated_bytes(device) != before:
+                self.context.kept = "the forward's memory changed with the sizes of its first runs"
         return self.context.axes[family]
 
     def _probe_sizes(self, key: ShapeKey) -> list[tuple[int, int]]:

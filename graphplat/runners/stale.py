@@ -1,4 +1,4 @@
-"""Graphs whose memory the forward itself replaced while later ones were captured."""
+"""Graphs that a later capture made unsound: what they read was replaced, or what they overwrite is kept."""
 
 from __future__ import annotations
 
@@ -37,3 +37,23 @@ def drop_stale(runner: GraphRunner, latest: ShapeKey) -> None:
             runner.context.skip(runner.phase, Reason.CAPTURE_FAILED, str(error), key)
     if runner.config.capture == "startup" and runner.config.on_failure == "raise":
         raise error
+
+
+def start_over(runner: GraphRunner) -> None:
+    """Destroy every graph of a pool in which the forward keeps memory; later captures take another one.
+
+    What the forward keeps stays where it is, and no graph writes there any more. Graphs of other phases are
+    recorded again at once, or where that happens on use, then. From now on every shape is warmed up, so
+    that what a forward keeps never lies in a pool.
+    """
+    context = runner.context
+    context.pool_is_spoilt = False
+    others = [other for other in context.runners if other is not runner and other.entries]
+    for each in (runner, *others):
+        for key in list(each.entries):
+            each.drop(key)
+        each.watch.forget()
+    context.renew_unused_pool()
+    for other in others:
+        if other.config.capture == "startup":
+            other.recapture()
