@@ -45,8 +45,9 @@ class ForwardBatch:
 
     ``global_num_tokens_gpu``, ``global_dp_buffer_len`` and ``capture_only`` hold
     what :meth:`~graphplat.ModelRunner.prepare_capture_batch` installs for
-    capture: tensors whose address a graph goes on reading. Weak references to a
-    batch work.
+    capture: a number that a graph freezes, and tensors whose address it goes on reading. On a
+    live batch ``None`` means as captured; another number runs eagerly, another tensor is an
+    :class:`InputError`. Weak references to a batch work.
     """
 
     phase: Phase = attrs.field(converter=_to_phase)

@@ -41,8 +41,8 @@ def decide_with_peers(
         moved = None if isinstance(own, Decision) else deciding.moved_weights(runner)
         if moved is not None and runner.config.weights != "recapture":
             own = deciding.policy(runner, moved)
-        if not isinstance(own, Decision):
-            # Which graph is known only when all have spoken, and then nobody can step back.
+        if moved is None and not isinstance(own, Decision):
+            # Which graph is known only when all have spoken, and then nobody can step back from it.
             own = refuse_live(_reachable(runner, size, family), batch) or own
     except BaseException as error:
         peers.refuse(where, error)

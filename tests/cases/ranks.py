@@ -71,6 +71,8 @@ class Ranked(ModelRunner):
             hidden = hidden + batch.inputs["bias"]
         if batch.variant == "b":
             hidden = hidden * 2
+        if batch.global_dp_buffer_len is not None:
+            hidden = hidden * batch.global_dp_buffer_len
         total = hidden.sum(0)
         dist.all_reduce(total)
         if self.fault:
@@ -233,6 +235,76 @@ def different_methods():
     error = raised(runner.recapture) if RANK == 0 else raised(runner.execute, batch(2))
     after = raised(runner.recapture)
     return {"error": error, "after": after, "step": stepped(runner, 2, 3)}
+
+
+# Fields for capture
+
+
+def numbered(left, **settings):
+    """A runtime whose prepare_capture_batch leaves ``left["number"]``, and its runner."""
+    runtime = Ranked(decode=PhaseConfig(buckets=(4, 8), **settings))
+
+    def prepared(batch):
+        number = left["number"]
+        batch.global_dp_buffer_len = number(batch) if callable(number) else number
+        batch.global_num_tokens_gpu = left.get("tensor")
+
+    runtime.prepared = prepared
+    return runtime, capture_cuda_graphs(model_runner=runtime).decode_runner
+
+
+def numbered_step(runner, counts, numbers, used=None):
+    """One step with a number of each rank's own, of which *used* are computed with."""
+    work = batch(counts[RANK])
+    work.global_dp_buffer_len = numbers[RANK]
+    found = runner.execute(work)
+    scaled = [rows(counts[rank], rank) * (used or numbers)[rank] for rank in range(2)]
+    right = torch.equal(found, scaled[RANK] + sum(one.sum(0) for one in scaled))
+    return told(runner) | {"right": right}
+
+
+def live_numbers(capture="startup"):
+    _, runner = numbered({"number": 8}, capture=capture)
+    steps = [numbered_step(runner, (3, 2), (16, 8)), numbered_step(runner, (3, 2), (8, 8))]
+    steps.append(numbered_step(runner, (3, 2), (None, 8), used=(8, 8)))
+    steps += [numbered_step(runner, counts, (16, 8)) for counts in ((3, 2), (0, 2), (2, 0))]
+    return {"steps": steps, "buckets": list(runner.buckets)}
+
+
+def live_numbers_lazy():
+    return live_numbers("lazy")
+
+
+def live_numbers_by_bucket():
+    _, runner = numbered({"number": lambda batch: 2 * batch.num_requests})
+    steps = [numbered_step(runner, counts, (n, n)) for counts, n in (((8, 8), 16), ((3, 3), 8), ((3, 8), 16))]
+    steps.append(numbered_step(runner, (3, 3), (None, None), used=(8, 8)))
+    return {"steps": steps}
+
+
+def live_numbers_captured_anew():
+    left = {"number": 8}
+    runtime, runner = numbered(left)
+    left["number"] = 32
+    if RANK == 1:
+        runtime.model.weight.data = runtime.model.weight.data.clone()
+    steps = [numbered_step(runner, (3, 2), (8, 32)), numbered_step(runner, (3, 2), (32, 32))]
+    return {"steps": steps, "recaptures": runner.stats.recaptures}
+
+
+def live_tensors(capture="startup"):
+    tensor = torch.tensor([1, 2])
+    _, runner = numbered({"number": 8, "tensor": tensor}, capture=capture)
+    bad, good = batch(2), batch(2)
+    bad.global_num_tokens_gpu = tensor if RANK == 0 else tensor.clone()
+    good.global_num_tokens_gpu = tensor
+    error = raised(runner.execute, bad)
+    runner.execute(good)
+    return {"error": error, "last": told(runner), "step": numbered_step(runner, (3, 2), (8, 8))}
+
+
+def live_tensors_lazy():
+    return live_tensors("lazy")
 
 
 # Weights

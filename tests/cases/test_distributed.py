@@ -208,6 +208,43 @@ def test_ranks_at_different_places_raise_on_both(both):
     assert all(answer["step"] == {"bucket": 4, "reason": "", "right": True} for answer in answers)
 
 
+# Fields for capture
+
+
+@pytest.mark.parametrize("scenario", ["live_numbers", "live_numbers_lazy"])
+def test_a_number_that_was_captured_as_another_on_one_rank_makes_all_run_eagerly(both, scenario):
+    """Also where the graph is captured within that step, and where the rank with the number has no work."""
+    answers = both(scenario)
+    assert paths(answers) == [None, 4, 4, None, None, None]
+    reasons = [[step["reason"] for step in answer["steps"]] for answer in answers]
+    assert reasons[0] == ["host_value", "", "", "host_value", "host_value", "host_value"]
+    assert reasons[1] == ["peer_rank_eager", "", "", "peer_rank_eager", "peer_rank_eager", "peer_rank_eager"]
+    assert answers[0]["buckets"] == ([4] if scenario.endswith("lazy") else [4, 8])
+
+
+def test_a_number_must_hold_for_every_graph_that_the_ranks_may_choose(both):
+    """Which bucket it is shows only when all ranks have spoken; ``None`` is as captured in any."""
+    assert paths(both("live_numbers_by_bucket")) == [8, None, None, 4]
+
+
+def test_a_number_is_compared_with_the_graphs_that_a_moved_weight_brings(both):
+    """The ranks agree once more when they have captured anew."""
+    answers = both("live_numbers_captured_anew")
+    assert [answer["recaptures"] for answer in answers] == [1, 1]
+    assert paths(answers) == [None, 4]
+    assert [answer["steps"][0]["reason"] for answer in answers] == ["host_value", "peer_rank_eager"]
+
+
+@pytest.mark.parametrize("scenario", ["live_tensors", "live_tensors_lazy"])
+def test_a_tensor_that_the_graph_of_one_rank_does_not_read_is_an_error_on_all(both, scenario):
+    """The rank names its field, the other that a rank refused; the next step replays on both."""
+    answers = both(scenario)
+    assert [answer["error"]["type"] for answer in answers] == ["ReplayError", "InputError"]
+    assert "'global_num_tokens_gpu'" in answers[1]["error"]["text"]
+    assert [answer["last"]["bucket"] for answer in answers] == [4, 4]
+    assert [answer["step"] for answer in answers] == [{"bucket": 4, "reason": "", "right": True}] * 2
+
+
 # Weights
 
 

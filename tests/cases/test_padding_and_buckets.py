@@ -10,6 +10,7 @@ from graphplat import (
     ForwardBatch,
     GraphConfig,
     HostSpec,
+    InputError,
     InputSpec,
     Phase,
     PhaseConfig,
@@ -355,6 +356,37 @@ def test_a_host_number_is_never_replayed_beyond_its_capture(rig, rows, rule):
         found = runner.execute(rig.batch(3, x=x, longest=length))
         assert torch.equal(found, x.sum(1))
     assert runner.stats.eager == {Reason.HOST_VALUE: 2}
+
+
+def test_a_number_or_tensor_left_for_capture_is_never_replayed_for_another(rig, rows):
+    """
+    Guards against vllm-project/vllm#51119: a number that was on the batch at capture is frozen, so that
+    another one runs eagerly, counted; a tensor in the place of the one that the graph reads is an error.
+    """
+    counts = torch.full((2,), 3.0).to(rig.device)
+
+    def prepare(batch):
+        batch.global_dp_buffer_len = 8
+        batch.global_num_tokens_gpu = counts
+
+    def forward(batch):
+        return rig.cut(batch.inputs["x"] * batch.global_dp_buffer_len) + batch.global_num_tokens_gpu[0]
+
+    runner = rig.start(forward, prepare_capture_batch=prepare, buckets=(4,))
+    for length in (8, 16, None, 16, 8):
+        x = rows(3)
+        batch = rig.batch(3, x=x)
+        batch.global_dp_buffer_len = length
+        batch.global_num_tokens_gpu = counts if length else None
+        assert torch.equal(runner.execute(batch), x * (length or 8) + 3)
+    assert runner.stats.eager == {Reason.HOST_VALUE: 2}
+    assert runner.stats.replays == {4: 3}
+    batch.global_num_tokens_gpu = counts.clone()
+    with pytest.raises(InputError, match="global_num_tokens_gpu"):
+        runner.execute(batch)
+    counts.fill_(5.0)
+    batch.global_num_tokens_gpu = counts
+    assert torch.equal(runner.execute(batch), x * 8 + 5)
 
 
 def test_every_size_and_field_as_eager(rig, rows):
