@@ -12,33 +12,17 @@ import functools
 import importlib
 import importlib.util
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
-import msgspec
 import torch
 
 from graphplat.errors import ContractError, PlatformError
 from graphplat.platform import DeviceGraph, MemoryInfo, Platform
+from graphplat.streamapi import StreamGraphApi
 
-
-class StreamGraphApi(msgspec.Struct, frozen=True, kw_only=True):
-    """Names and keywords of a device's graph API."""
-
-    module: str
-    """``torch.<module>`` holds streams, events and graphs."""
-    graph_class: str
-    begin_keywords: dict[str, Any] = {}
-    """Passed to ``capture_begin`` beside ``pool``."""
-    context: str | None = None
-    """Record inside this context manager of the module instead of by ``capture_begin``."""
-    context_keywords: dict[str, Any] = {}
-    """Passed to the context manager beside ``pool`` and ``stream``."""
-    package: str | None = None
-    """Import this to make the module appear."""
-    raw_stream: str | None = None
-    """A function of ``torch._C`` that gives a device's current stream as a number, where there is one.
-    Making a stream object costs some 6 µs on every step, the number 0.1."""
+__all__ = ["StreamGraphApi", "StreamGraphPlatform"]
 
 
 class StreamGraphPlatform(Platform, abstract=True):
@@ -79,6 +63,12 @@ class StreamGraphPlatform(Platform, abstract=True):
         """Gives the current stream of a device index as a number, or ``None``; looked up but once."""
         name = self.api.raw_stream
         return None if name is None else getattr(torch._C, name, None)
+
+    @functools.cached_property
+    def _clear_workspaces(self) -> Callable[[], object] | None:
+        """Frees workspaces; ``None`` where the device keeps none, or its release has no such call."""
+        module, _, function = (self.api.clear_workspaces or "").rpartition(".")
+        return getattr(importlib.import_module(module), function, None) if module else None
 
     def _optional(self, name: str, *args: Any, **keywords: Any) -> Any:
         """Call a member that some releases lack; ``None`` where it does."""
@@ -194,8 +184,21 @@ class StreamGraphPlatform(Platform, abstract=True):
         del updatable
         return cast(DeviceGraph, getattr(self._module, self.api.graph_class)())
 
+    def drop_workspaces(self) -> None:
+        """By the function that the device's API names, a private one of torch where it does."""
+        if self._clear_workspaces is not None:
+            self._clear_workspaces()
+
     def capture_begin(self, graph: Any, *, pool: Any, stream: Any) -> None:
-        """Record from here on, by the device's verb or its context manager."""
+        """Record from here on, by the device's verb or its context manager.
+
+        Workspaces are dropped first, so that the recording allocates its own in the graphs' pool. torch
+        keeps one for each stream, and a graph has its address baked in. Anyone may drop them, as torch's
+        compiler does around its own recordings, and torch itself when a graph of the same stream is destroyed
+        (pytorch#193402); the memory of one that a warm-up allocated would then belong to others while
+        graphs still write to it.
+        """
+        self.drop_workspaces()
         if self.api.context is None:
             graph.capture_begin(
                 **self._supported(graph.capture_begin, {"pool": pool} | self.api.begin_keywords)
@@ -215,12 +218,15 @@ class StreamGraphPlatform(Platform, abstract=True):
         return self.api.context_keywords
 
     def capture_end(self, graph: Any) -> None:
-        """Finish the recording."""
+        """Finish the recording; the next one in the pool uses the same memory for its workspaces."""
         context = self._contexts.pop(id(graph), None)
-        if context is None:
-            graph.capture_end()
-        else:
-            context.__exit__(None, None, None)
+        try:
+            if context is None:
+                graph.capture_end()
+            else:
+                context.__exit__(None, None, None)
+        finally:
+            self.drop_workspaces()
         self._begun.discard(id(graph))
         self._generators.pop(id(graph), None)
 

@@ -1,9 +1,9 @@
 """Capture streams, handed on from one model runner to the next.
 
 Math libraries keep a workspace of some 30 MB for every stream that ever used them. A
-stream for each runner, dropped with it, would leave one workspace behind each time.
-Two runners alive at once never share a stream, since their graphs have its workspace
-baked in and may replay at the same time.
+stream for each runner, dropped with it, would leave one workspace behind each time, where
+a platform cannot drop them. Two runners alive at once never share a stream, since the graphs
+of such a platform have its workspace baked in and may replay at the same time.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ class CudaPlatform(StreamGraphPlatform):
         graph_class="CUDAGraph",
         begin_keywords={"capture_error_mode": "thread_local"},
         raw_stream="_cuda_getCurrentRawStream",
+        # Private, and what torch's own graph trees call before and after they record.
+        clear_workspaces="torch._C._cuda_clearCublasWorkspaces",
     )
     capabilities = PlatformCapabilities(
         graph_capture=True,
@@ -52,30 +54,6 @@ class CudaPlatform(StreamGraphPlatform):
             raise RuntimeError(f"torch {torch.__version__} is built without CUDA or ROCm")
         if torch.cuda.device_count() == 0:
             raise RuntimeError("no CUDA device is visible")
-
-    def capture_begin(self, graph: Any, *, pool: Any, stream: Any) -> None:
-        """Record from here on, with workspaces of the math library in the graphs' own pool.
-
-        torch keeps one workspace a stream for it, and a graph has its address baked in. Anyone may
-        drop them, as torch's compiler does around its own recordings, and torch when a graph of the same
-        stream is destroyed (pytorch#193402); the memory of one that a warm-up allocated would then
-        belong to others while graphs still write to it.
-        """
-        self.drop_workspaces()
-        super().capture_begin(graph, pool=pool, stream=stream)
-
-    def capture_end(self, graph: Any) -> None:
-        """Finish the recording; the next one in the pool uses the same memory for its workspaces."""
-        try:
-            super().capture_end(graph)
-        finally:
-            self.drop_workspaces()
-
-    def drop_workspaces(self) -> None:
-        """By the private call that torch's own graph trees make before and after they record."""
-        drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if drop is not None:
-            drop()
 
     def alias(self, tensor: torch.Tensor, owner: object) -> torch.Tensor:
         """Through ``__cuda_array_interface__``: torch keeps the object that has it, and owns nothing."""

@@ -24,6 +24,8 @@ class MusaPlatform(StreamGraphPlatform):
         package="torch_musa",
         graph_class="MUSAGraph",
         begin_keywords={"capture_error_mode": "thread_local"},
+        # Private, and what torch_musa's own graph trees call before and after they record.
+        clear_workspaces="torch_musa._MUSAC._musa_clearMublasWorkspaces",
     )
     capabilities = PlatformCapabilities(
         graph_capture=True,

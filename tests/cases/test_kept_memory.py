@@ -1,12 +1,23 @@
 """What a forward makes inside a recording and keeps lies in memory that other graphs may write to."""
 
 import contextlib
+import sys
+import types
 
 import pytest
 import torch
 
-from graphplat import ForwardBatch, InputSpec, Phase, PhaseConfig, TensorSpec, capture_cuda_graphs
+from graphplat import (
+    ForwardBatch,
+    InputSpec,
+    Phase,
+    PhaseConfig,
+    PlatformCapabilities,
+    TensorSpec,
+    capture_cuda_graphs,
+)
 from graphplat.plugin_hooks import GraphplatWarning
+from graphplat.streamgraph import StreamGraphApi, StreamGraphPlatform
 
 TABLE = 64
 """Values of a table: as large as what lies between the steps of larger buckets."""
@@ -147,3 +158,53 @@ def test_the_first_graph_after_a_failed_one_counts_its_bytes(rig):
     (shape,) = runner.context.shapes
     assert shape.key.size == 4
     assert shape.bytes >= 16 << 20
+
+
+def test_workspaces_are_dropped_around_each_recording(rig, rows, monkeypatch):
+    """
+    What torch keeps for a math library is dropped right before and right after each recording, never inside
+    one, so that each graph's workspace lies in the graphs' own pool.
+    """
+    platform, log = rig.platform, []
+    if not isinstance(platform, StreamGraphPlatform):
+        pytest.skip("records no stream")
+    monkeypatch.setitem(
+        vars(platform), "_clear_workspaces", lambda: log.append(("drop", platform.is_capturing()))
+    )
+    for name in ("capture_begin", "capture_end"):
+        verb = getattr(platform, name)
+
+        def logged(graph, name=name, verb=verb, **keywords):
+            log.append(name)
+            return verb(graph, **keywords)
+
+        monkeypatch.setattr(platform, name, logged)
+    runner = rig.start(lambda batch: rig.cut(batch.inputs["x"] * 2), buckets=(2, 4))
+    assert log.count("capture_begin") == log.count("capture_end") >= runner.context.live_graphs > 0
+    followers = {name: {log[i + 1] for i, entry in enumerate(log[:-1]) if entry == name} for name in log}
+    assert followers["capture_begin"] == followers["capture_end"] == {("drop", False)}
+    assert ("drop", True) not in log
+
+
+@pytest.mark.parametrize("function", ["clear", "of_a_later_release"])
+def test_workspaces_are_dropped_by_the_function_that_the_api_names(function, monkeypatch):
+    """
+    The device's API names the function in full; a release without it has no workspaces to drop.
+    """
+    called = []
+    module = types.ModuleType("blas_of_a_vendor")
+    module.clear = lambda: called.append(True)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    class Vendor(StreamGraphPlatform):
+        name = device_type = "vendor"
+        capabilities = PlatformCapabilities(graph_capture=True)
+        api = StreamGraphApi(
+            module="vendor", graph_class="Graph", clear_workspaces=f"blas_of_a_vendor.{function}"
+        )
+
+        def is_out_of_tree(self):
+            return True
+
+    Vendor().drop_workspaces()
+    assert called == [True] * (function == "clear")
