@@ -18,7 +18,9 @@ from graphplat.config import GraphConfig, PhaseConfig
 from graphplat.errors import InputError
 from graphplat.inputs import HostSpec, InputSpec, TensorSpec, UpTo
 from graphplat.model_runner import ModelRunner
+from graphplat.plugin_hooks import warn
 from graphplat.report import CaptureReport, Decision, Reason, RunnerStats
+from graphplat.row_check import Holdings, RowCheck, restored
 from graphplat.runners import BaseRunner
 
 Dims = Sequence[str | int | UpTo]
@@ -31,6 +33,7 @@ def graphed(
     dims: Dims | Mapping[str, Dims] | None = None,
     buckets: Sequence[int] | None = None,
     fill: Mapping[str, int | float | bool] | None = None,
+    check: bool = True,
     **settings: Any,
 ) -> Graphed:
     """Capture *function* for each of *buckets* and return a callable with its signature.
@@ -43,18 +46,33 @@ def graphed(
     constants, or with other arguments, runs *function* itself. *settings* are those of
     :class:`PhaseConfig`.
 
+    A call is padded to a bucket, so its rows must not feel the rows of *fill* beside them, as they do in
+    a mean or softmax over rows, or in batch normalisation in training mode. With *check*, up to two rows
+    of the example are run eagerly, alone and padded, and must agree but for rounding
+    (``graphplat.backends.numerics.TOLERANCES``, by the types computed in). So give
+    rows like those to come: what the example's values do not show is not found, and of a function that draws
+    random numbers nothing is. Not checked either: whether a dimension ``UpTo`` may be widened. The check
+    leaves random states, buffers and tensors closed over as they were, and is skipped where every
+    size from 1 on has a bucket of its own. Modules in training mode that drop values or normalise by their
+    batch are warned of by :class:`GraphplatWarning`.
+
     Results carry no gradient. A tensor that *function* closes over is read at its address
     of now; give a module, whose parameters and buffers are watched, where they may move.
 
     Raises :class:`InputError` for an example without a tensor of rows, whose tensors
     differ in rows or are not as *dims* says, and for a name in *dims* or *fill* that is none of its
-    tensors; and what :func:`capture_cuda_graphs` raises.
+    tensors; :class:`CaptureError` where padded rows change the results; and what
+    :func:`capture_cuda_graphs` raises.
     """
     runner = FunctionRunner(function, example, dims, fill or {})
     runner.graph_config = GraphConfig(
         decode=PhaseConfig(buckets=None if buckets is None else tuple(buckets), **settings)
     )
-    capture = capture_cuda_graphs(model_runner=runner)
+    holdings = Holdings.of(function)
+    with restored(holdings.statistics()):
+        capture = capture_cuda_graphs(model_runner=runner)
+        if check and capture.decode.runner is not None:
+            _check_padding(RowCheck(runner, capture.eager_runner, holdings), capture.decode.runner)
     return Graphed(runner, capture.decode_runner, capture.report)
 
 
@@ -161,6 +179,18 @@ class Graphed:
     def _batch(self, arguments: dict[str, Any]) -> ForwardBatch:
         rows = _rows(arguments, cast(str, self._model_runner.rows_path))
         return ForwardBatch(phase=Phase.DECODE, num_requests=rows, num_tokens=rows, inputs=arguments)
+
+
+def _check_padding(check: RowCheck, graphs: BaseRunner) -> None:
+    """Warn of modules in training mode; where padding changes results, destroy *graphs* and raise."""
+    try:
+        check.run()
+    except BaseException:
+        graphs.release()
+        raise
+    training = check.holdings.in_training()
+    if training:
+        warn(f"graphed() replays modules in training mode: {'; '.join(training)}. Call eval() before")
 
 
 def _declare(

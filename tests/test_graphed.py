@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphplat import InputError, Reason, UpTo, graphed
+from graphplat import CaptureError, GraphplatWarning, InputError, Reason, UpTo, graphed
 
 Rows = Callable[..., torch.Tensor]
 
@@ -192,6 +192,149 @@ def test_explain_says_what_a_call_would_do(device: torch.device, rows: Rows) -> 
     assert call.stats.steps == 0
     call(x, 2, x)
     assert call.stats.last == other
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x + 1).mean(),
+        lambda x: {"head": x, "weights": [(x / 100).softmax(0)]},
+        lambda x: x.argmin(0),
+        torch.nn.BatchNorm1d(3),
+        torch.nn.BatchNorm1d(3, track_running_stats=False).eval(),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_function_whose_rows_influence_each_other_is_refused(
+    device: torch.device, rows: Rows, function: Any, count: int
+) -> None:
+    """Padded rows would change its results, which nobody would see in a replay."""
+    if isinstance(function, torch.nn.Module):
+        function.to(device)
+    with pytest.raises(CaptureError, match=r"rows influence each other.*bucket 4.*check=False"):
+        graphed(function, rows(count), buckets=(4,))
+
+
+def test_one_row_is_enough_to_see_an_influence(device: torch.device, rows: Rows) -> None:
+    """The row is run alone and padded to two."""
+    with pytest.raises(CaptureError, match=r"rows influence each other: 1 .* padded to 2"):
+        graphed(lambda x: (x / 100).softmax(0), rows(1), buckets=(1, 2, 8))
+
+
+def test_the_refusal_names_the_output_and_the_modules_in_training_mode(
+    device: torch.device, rows: Rows
+) -> None:
+    """Where the fault lies and what to call is in the message, also for a module closed over."""
+    norm = torch.nn.BatchNorm1d(3, device=device)
+    with pytest.raises(CaptureError, match=r"output 'y\[0\]'.*BatchNorm1d 'norm'.*call eval") as caught:
+        graphed(lambda x: {"y": [norm(x)]}, rows(3), buckets=(4,))
+    assert (caught.value.field, caught.value.bucket) == ("y[0]", 4)
+
+
+def test_the_check_can_be_left_out(device: torch.device, rows: Rows) -> None:
+    """check=False replays what the caller answers for, without a warning."""
+    call = graphed(torch.nn.BatchNorm1d(3, device=device), rows(3), buckets=(4,), check=False)
+    call(rows(4))
+    assert call.stats.replays == {4: 1}
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [
+        (lambda x: x.sum(0), {"buckets": (4,)}),
+        (lambda x: x.amax(0), {"buckets": (4,), "fill": {"x": -1}}),
+        (lambda x: (x / 100).softmax(0), {"buckets": (1, 2, 3)}),
+        (lambda x: (x / 100).softmax(0), {"buckets": (1,)}),
+    ],
+)
+def test_rows_may_meet_where_padding_does_not_matter(
+    device: torch.device, rows: Rows, function: Any, settings: dict[str, Any]
+) -> None:
+    """A sum that zeros leave alone is right, and so is anything where each size has a bucket of its own."""
+    call = graphed(function, rows(3), **settings)
+    x = rows(1)
+    assert torch.equal(call(x), function(x))
+    assert call.stats.replayed == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rounding_by_another_number_of_rows_is_no_influence(device: torch.device, dtype: torch.dtype) -> None:
+    """Kernels add in another order for another size; a deep network of few bits is not refused for that."""
+    torch.manual_seed(3)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
+    network = torch.nn.TransformerEncoder(layer, 8, enable_nested_tensor=False).to(device, dtype)
+    call = graphed(network, torch.randn(3, 5, 64, device=device, dtype=dtype), buckets=(16,))
+    assert call.runner.buckets == (16,)
+
+
+def test_types_within_the_function_count(device: torch.device) -> None:
+    """Inputs and results of 32 bits do not hide that 16 were computed in; that may turn whole numbers too."""
+    torch.manual_seed(3)
+    weight = torch.randn(8, 8, device=device)
+
+    def product(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rounding = 1.001 if x.shape[0] > 2 else 1.0  # as if by another kernel
+        y = (x.bfloat16() @ weight.bfloat16()).float() * rounding
+        return y, (y * 1000).int()
+
+    assert graphed(product, torch.randn(3, 8, device=device), buckets=(8,)).stats.steps == 0
+    with pytest.raises(CaptureError, match=r"output '\[1\]' differs in whole numbers"):
+        graphed(lambda x: (x, (x * (99 if len(x) > 2 else 98)).int()), torch.ones(3, 8), buckets=(8,))
+
+
+def test_a_function_that_draws_is_not_refused_and_draws_as_before(device: torch.device, rows: Rows) -> None:
+    """Each run has other numbers, so nothing is compared; random states are what they were."""
+    private = torch.Generator().manual_seed(1)
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        torch.rand(1, generator=private)
+        return torch.nn.functional.dropout(x, 0.1).softmax(0)
+
+    example, states = rows(3), []
+    for check in (False, True):
+        torch.manual_seed(5)
+        private.manual_seed(5)
+        graphed(draw, example, buckets=(4,), capture="lazy", check=check)
+        states.append([torch.get_rng_state(), private.get_state(), torch.rand(9, device=device)])
+    assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
+def test_a_draw_that_came_out_alike_twice_is_no_evidence(device: torch.device, rows: Rows) -> None:
+    """Rare events need not show in two runs of the same rows: that random numbers were drawn is enough."""
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        torch.rand(1, device=x.device)
+        return x * (1 + (len(x) > 2))  # as if a rare event had come in the padded run alone
+
+    assert graphed(draw, rows(3), buckets=(4,)).stats.steps == 0
+
+
+def test_dropout_in_training_mode_is_warned_of(device: torch.device, rows: Rows) -> None:
+    """Its draws are rarely meant; where nothing drops, training mode is no fault."""
+    network = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.1)).to(device)
+    with pytest.warns(GraphplatWarning, match=r"training mode: Dropout '1' drops.*eval\(\)"):
+        graphed(network, rows(3), buckets=(4,))
+    network[1].p = 0.0
+    graphed(network, rows(3), buckets=(4,))
+
+
+def test_the_check_leaves_no_trace(device: torch.device, rows: Rows) -> None:
+    """Running statistics, and tensors that the function writes to, are as without the check."""
+    network = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)).to(device)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    with pytest.raises(CaptureError):
+        graphed(network, rows(3), buckets=(4,))
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    totals = []
+    for check in (True, False):
+        total = torch.zeros((), device=device)
+        example = rows(3)
+        kept = example.clone()
+        call = graphed(lambda x: (x.add_(1), total.add_(x.sum()))[0], example, buckets=(4,), check=check)
+        assert torch.equal(example, kept)
+        assert call.stats.steps == 0
+        totals.append(total)
+    assert torch.equal(*totals)
 
 
 def _minilm_folder() -> Path:
