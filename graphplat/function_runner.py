@@ -49,7 +49,8 @@ def graphed(
     A call is padded to a bucket, so its rows must not feel the rows of *fill* beside them, as they do in
     a mean or softmax over rows, or in batch normalisation in training mode. With *check*, up to two rows
     of the example are run eagerly, alone and padded, and must agree but for rounding
-    (``graphplat.backends.numerics.TOLERANCES``, by the types computed in). So give
+    (``graphplat.backends.numerics.TOLERANCES``, by the least precise type computed in; float32 counts as
+    float16 where it may be multiplied in fewer bits, so on all devices but the CPU). One row is enough; give
     rows like those to come: what the example's values do not show is not found, and of a function that draws
     random numbers nothing is. Not checked either: whether a dimension ``UpTo`` may be widened. The check
     leaves random states, buffers and tensors closed over as they were, and is skipped where every
