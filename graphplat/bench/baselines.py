@@ -118,6 +118,5 @@ def compiler(
         step(index)
     clock.sync()
     seconds = time.perf_counter() - started
-    return Way(
-        f"torch.compile {mode}" if mode else "torch.compile", step, exact=False, warmup_seconds=seconds
-    )
+    name = f"torch.compile {mode}" if mode else "torch.compile"
+    return Way(name, step, exact=False, warmup_seconds=seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,10 @@ import attrs
 from graphplat.backends.numerics import tolerance
 from graphplat.batch import ForwardBatch
 from graphplat.bench.baselines import bare_graph, compiled_forward, compiler, graphed_callables, static_copy
-from graphplat.bench.measure import FRESH, Clock, Schedule, Timing, Way, worst_difference
+from graphplat.bench.measure import FRESH, Clock, Say, Schedule, Timing, Watch, Way, worst_difference
 from graphplat.bench.records import BenchReport, Skip, StepRow
 from graphplat.bench.subject import Subject, hold
 from graphplat.capture import CudaGraphsCapture
-from graphplat.errors import GraphplatError
 from graphplat.runners import BaseRunner
 
 GRAPHPLAT = {
@@ -50,6 +49,8 @@ class Steps:
     """What the compiler is expected to need for one size; learnt from the first."""
     reserve: float = 0.0
     """Seconds that later sections need: no compiler is started that would take them."""
+    say: Say = lambda text: None
+    watch: Watch = nullcontext
     _held: ExitStack = attrs.field(factory=ExitStack, init=False)
     """Destroys the graphs that graphplat captured."""
     _bare: ExitStack = attrs.field(factory=ExitStack, init=False)
@@ -65,11 +66,13 @@ class Steps:
         made = self.subject.decode_batches if self.section == "decode" else self.subject.prefill_batches
         with self._held:
             captures = dict(self._captures(sizes))
-            for size in sorted(sizes, reverse=True):
-                batches = made(size, FRESH)
-                with self._bare:
-                    rows += self._measured(list(self._ways(size, batches, captures)), size, batches)
-        rows.sort(key=lambda row: row.bucket)
+            try:
+                for size in sorted(sizes, reverse=True):
+                    batches = made(size, FRESH)
+                    with self._bare:
+                        rows += self._measured(list(self._ways(size, batches, captures)), size, batches)
+            finally:
+                rows.sort(key=lambda row: row.bucket)
 
     def skip(self, what: str, why: str, *, failed: bool = False) -> None:
         """Say what is not measured."""
@@ -102,10 +105,16 @@ class Steps:
             settings = {"decode": phase, "prefill": other}
             if self.section == "prefill":
                 settings = {"decode": other, "prefill": phase | {"max_requests": self.subject.slots}}
+            compiles = backend == "compiled"
+            if compiles:
+                self.say(f"{self.section}: compiling {name}")
             try:
-                yield way, hold(self._held, self.subject.capture(**settings))
-            except GraphplatError as error:
-                self.skip(name, str(error), failed=True)
+                with self.watch() if compiles else nullcontext():
+                    capture = hold(self._held, self.subject.capture(**settings))
+            except Exception as error:  # noqa: BLE001 - reported; the other ways still run
+                self.skip(name, _brief(error), failed=True)
+            else:
+                yield way, capture
 
     def _why_no_compiler(self, *, each: bool) -> str:
         """Why the compiled backend is left out; empty if it is not."""
@@ -121,9 +130,10 @@ class Steps:
         self, size: int, batches: Sequence[ForwardBatch], captures: dict[str, CudaGraphsCapture]
     ) -> Iterator[Way]:
         runtime = self.subject.under(prefill={"backend": "full", "max_requests": self.subject.slots})
+        exact = self.section == "decode"
         yield Way("eager", lambda index: runtime.forward(batches[index]))
         static = static_copy(batches[0])
-        yield from self._by_hand("bare graph", runtime.forward, static, batches)
+        yield from self._by_hand("bare graph", runtime.forward, static, batches, exact=exact)
         for backend, capture in captures.items():
             yield self._graphplat(backend, capture, size, batches)
         if self.section != "decode":
@@ -143,6 +153,7 @@ class Steps:
             return self._skip_all(COMPILED, _NOT_ASKED)
         if late := self._late(self.compile_seconds):
             return self._skip_all(COMPILED, late)
+        self.say(f"{self.section}: compiling {whole} of {batches[0].num_requests}")
         forward = compiled_forward(runtime)
         ways = list(self._tried(whole, lambda: compiler(self.clock, forward, batches)))
         if not ways:
@@ -153,9 +164,10 @@ class Steps:
             self.skip(bare, "operators are recorded here, and kernels are none")
             self.skip(recorded, "it changes nothing where there are no device graphs")
             return None
-        yield from self._by_hand(bare, forward, static, batches)
+        yield from self._by_hand(bare, forward, static, batches, exact=False)
         if late := self._late(self.compile_seconds):
             return self.skip(recorded, late)
+        self.say(f"{self.section}: compiling {recorded} of {batches[0].num_requests}")
         again = compiled_forward(runtime, "reduce-overhead")
         yield from self._tried(recorded, lambda: compiler(self.clock, again, batches, "reduce-overhead"))
 
@@ -165,11 +177,11 @@ class Steps:
         forward: Callable[[ForwardBatch], Any],
         static: ForwardBatch,
         batches: Sequence[ForwardBatch],
+        *,
+        exact: bool,
     ) -> Iterator[Way]:
-        exact = self._is_exact(name)
         return self._tried(
-            name,
-            lambda: bare_graph(self.clock, self._bare, forward, static, batches, name=name, exact=exact),
+            name, lambda: bare_graph(self.clock, self._bare, forward, static, batches, name=name, exact=exact)
         )
 
     def _graphplat(
@@ -177,8 +189,11 @@ class Steps:
     ) -> Way:
         runner: BaseRunner = capture.decode_runner if self.section == "decode" else capture.prefill_runner
         shape = next((shape for shape in capture.report.shapes if shape.key.size == size), None)
-        name = f"graphplat {backend}"
-        way = Way(name, lambda index: runner.execute(batches[index]), exact=self._is_exact(name))
+        way = Way(
+            f"graphplat {backend}",
+            lambda index: runner.execute(batches[index]),
+            exact=self._runs_eager_kernels(GRAPHPLAT[backend]["backend"]),
+        )
         if shape is None:
             return attrs.evolve(way, note="no graph of this size")
         return attrs.evolve(
@@ -189,24 +204,26 @@ class Steps:
             note=shape.note,
         )
 
-    def _is_exact(self, way: str) -> bool:
-        """Whether *way* runs the very kernels of the eager forward.
+    def _runs_eager_kernels(self, backend: str) -> bool:
+        """Whether graphs of *backend* run the very kernels of the eager forward.
 
         The compiler's are others. So is the attention of a whole graph of a prefill: it masks all pairs
         of packed tokens, where eager and breakable steps attend at live lengths.
         """
-        if "compile" in way:
+        if backend == "compiled":
             return False
-        return self.section == "decode" or way == "graphplat breakable"
+        return self.section == "decode" or backend == "breakable"
 
     def _tried(self, name: str, make: Callable[[], Way]) -> Iterator[Way]:
-        """The way that *make* gives, or a note of why there is none."""
+        """The way that *make* gives, or a note of why there is none: it is not there, or it went wrong."""
         try:
-            yield make()
+            made = make()
         except NotImplementedError as error:
             self.skip(name, str(error) or "it is not implemented here")
-        except Exception as error:  # noqa: BLE001 - a baseline that cannot run must not end the benchmark
-            self.skip(name, f"{type(error).__name__}: {error}".splitlines()[0])
+        except Exception as error:  # noqa: BLE001 - reported; the other ways still run
+            self.skip(name, _brief(error), failed=True)
+        else:
+            yield made
 
     def _late(self, needed: float) -> str:
         """Why a compiler that needs so many seconds is not started; empty if it may be."""
@@ -224,7 +241,11 @@ class Steps:
         allowed = tolerance([{"output": expected[0]}], self.clock.device)
         once, differences = {}, {}
         for way in ways:
-            differences[way.name] = worst_difference(way, expected)
+            try:
+                differences[way.name] = worst_difference(way, expected)
+            except Exception as error:  # noqa: BLE001 - reported; the other ways still run
+                self.skip(f"{way.name} at {size}", _brief(error), failed=True)
+                continue
             limit = 0.0 if way.exact else allowed
             if differences[way.name] > limit:
                 bound = "the same kernels must be equal" if way.exact else f"{limit:.2g} is allowed"
@@ -240,8 +261,12 @@ class Steps:
             )
             return
         timings = self.clock.steps([way for way in ways if way.name in once], schedule)
-        for way in ways:
+        for way in (way for way in ways if way.name in differences):
             yield _row(way, size, batches[0], differences[way.name], timings.get(way.name))
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _row(way: Way, size: int, batch: ForwardBatch, difference: float, timing: Timing | None) -> StepRow:

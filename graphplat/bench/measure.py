@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 FRESH = 8
 """Different inputs that steps take in turn."""
+
+Say = Callable[[str], None]
+"""Takes a line of what is going on."""
+
+Watch = Callable[[], AbstractContextManager[None]]
+"""Entered while a compiler may take minutes, so that somebody can see what it does."""
 
 _QUICK, _BLOCK = 5e-3, 20
 """Steps of less than so many seconds run in blocks of at least so many, if the budget allows."""
