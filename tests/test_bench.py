@@ -137,7 +137,7 @@ def test_host_scaling_and_capture_have_a_row_for_each_way() -> None:
 
 
 def test_generation_compares_tokens() -> None:
-    """Each way generates as many tokens, and says how many agree with the dynamic cache's."""
+    """Each way answers the same four prompts, and says how many tokens agree with the dynamic cache's."""
     pytest.importorskip("transformers")
     report = bench(sections=("hf",))
     ways = {row.way: row for row in report.generate}
@@ -145,7 +145,7 @@ def test_generation_compares_tokens() -> None:
     assert names[0] == "generate(), dynamic cache"
     place = names.index("graphplat full")
     assert names[place : place + 2] == ["graphplat full", "graphplat full, fused norms"]
-    assert all((row.same_tokens, row.tokens) == (4, 4) for row in report.generate)
+    assert all((row.same_tokens, row.tokens) == (16, 16) for row in report.generate)
 
 
 def test_the_way_with_fused_norms_leaves_the_others_theirs(monkeypatch) -> None:
@@ -220,9 +220,6 @@ def test_ways_that_run_the_eager_kernels_have_to_be_equal(monkeypatch) -> None:
     }
     timed = {row.way for row in report.prefill if row.step_us is not None}
     assert timed == {"eager", "bare graph", "graphplat full"}
-    steps = Steps(SimpleNamespace(), report, "decode", 0.01)  # type: ignore[arg-type]
-    compiled = (*COMPILED, "graphplat compiled", "graphplat compiled, each size")
-    assert not any(steps._is_exact(way) for way in compiled)
 
 
 @pytest.fixture
@@ -313,7 +310,7 @@ def test_unknown_sections_and_models_are_refused() -> None:
 def test_the_compiler_is_skipped_when_time_is_short(monkeypatch) -> None:
     """What it would need, what is left, and what is kept for later sections are named."""
     for later in ("prefill", "hf"):
-        monkeypatch.setattr(Bench, f"_{later}", lambda self, subject, report: None)
+        monkeypatch.setattr(Bench, f"_{later}", lambda self, measured: None)
     report = bench(sections=("decode", "prefill", "hf"), compiler=True, time_limit=35.0)
     why = {skip.what: skip.why for skip in report.skipped}
     for way in COMPILED:
@@ -521,19 +518,12 @@ def test_command_prints_one_json_document(tmp_path) -> None:
 
 def test_command_says_that_matplotlib_is_missing(monkeypatch, tmp_path) -> None:
     """Before anything is measured, with what to install."""
-    monkeypatch.setattr("importlib.util.find_spec", _without_matplotlib)
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(Bench, "run", lambda self: pytest.fail("something was measured"))
     result = CliRunner().invoke(app, ["bench", "--plot", str(tmp_path / "plot.png")])
     assert isinstance(result.exception, ConfigError)
     assert "graphplat[plot]" in str(result.exception)
-
-
-def test_charts_are_written(steps: BenchReport, tmp_path) -> None:
-    """Latency, memory and padding in one file."""
-    pytest.importorskip("matplotlib")
-    from graphplat.bench.plot import plot
-
-    plot(steps, tmp_path / "bench.svg")
-    assert (tmp_path / "bench.svg").stat().st_size > 1000
 
 
 def test_sizes_are_read_from_a_list() -> None:
@@ -551,16 +541,3 @@ def test_gpu_ways_stand_side_by_side() -> None:
     assert "make_graphed_callables" in {row.way for row in report.decode}
     assert "torch graph(), own pools, two warm-ups each" in {row.way for row in report.capture}
     assert not report.failed
-
-
-def _find_spec() -> Any:
-    import importlib.util
-
-    return importlib.util.find_spec
-
-
-_real_find_spec = _find_spec()
-
-
-def _without_matplotlib(name: str, *rest: Any) -> Any:
-    return None if name == "matplotlib" else _real_find_spec(name, *rest)

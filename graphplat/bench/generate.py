@@ -1,4 +1,4 @@
-"""Section ``hf``: transformers' ``generate`` and graphplat, from one prompt."""
+"""Section ``hf``: transformers' ``generate`` and graphplat, from the same prompts."""
 
 from __future__ import annotations
 
@@ -6,132 +6,183 @@ import copy
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
 
+from graphplat.bench.measure import Clock, Say, Watch
 from graphplat.bench.records import BenchReport, GenerateRow, Skip, Spread
-from graphplat.bench.subject import Subject, hold
+from graphplat.bench.subject import hold
 from graphplat.config import GraphConfig
-from graphplat.testing.reference import SHAPES
+from graphplat.errors import ConfigError
 
 PROMPT, NEW = 32, 128
 _REPEATS = 3
 _COMPILE_SECONDS = 60.0
 
+Generate = Callable[[list[int]], list[int]]
+"""New tokens after a prompt."""
+
+
+@attrs.define(eq=False)
+class GenerateWay:
+    """One way to generate."""
+
+    name: str
+    make: Callable[[], Generate]
+    exact: bool = False
+    """Runs the model's own kernels: in float32 its tokens have to be equal."""
+    compiles: bool = False
+    """Needs the compiler."""
+    run: Generate = attrs.field(init=False)
+    warmup_seconds: float = attrs.field(default=0.0, init=False)
+    seconds: list[float] = attrs.field(factory=list, init=False)
+    tokens: list[list[int]] = attrs.field(factory=list, init=False)
+    """Of each prompt, the one before timing first."""
+
 
 @attrs.define(eq=False)
 class Generation:
-    """Generates the same tokens in several ways."""
+    """Generates from the same prompts in several ways."""
 
-    subject: Subject
+    clock: Clock
+    model: Any
     report: BenchReport
-    dtype: torch.dtype
     new: int = NEW
     compiler: bool = True
+    say: Say = lambda text: None
+    watch: Watch = nullcontext
     _held: ExitStack = attrs.field(factory=ExitStack, init=False)
 
     def run(self) -> None:
         """Add a row for every way. No graph is left, whatever goes wrong."""
+        self.model.generation_config.eos_token_id = None  # random weights must not stop early
+        self.model.generation_config.pad_token_id = 0
+        draw = random.Random(1)  # noqa: S311 - reproducible prompts
+        vocabulary = self.model.config.get_text_config().vocab_size
+        prompts = [[draw.randrange(1, vocabulary) for _ in range(PROMPT)] for _ in range(1 + _REPEATS)]
         with self._held:
-            self._measure(*self._prepared())
+            ways = self._compared(self._prepared(prompts[0]))
+            self._measure(ways, prompts[1:])
 
-    def _prepared(self) -> tuple[dict[str, Callable[[], list[int]]], dict[str, float]]:
-        """Every way that can run, and the seconds until it first had."""
-        model = self._load()
-        model.generation_config.eos_token_id = None  # random weights must not stop early
-        model.generation_config.pad_token_id = 0
-        draw = random.Random(1)  # noqa: S311 - a reproducible prompt
-        prompt = [draw.randrange(1, model.config.vocab_size) for _ in range(PROMPT)]
-        runs: dict[str, Callable[[], list[int]]] = {}
-        warmups: dict[str, float] = {}
-        for name, make in self._ways(model, prompt):
-            if "compile" in name and not self.compiler:
-                self._skip(name, "the compiler is left out, as asked")
+    # Before timing
+
+    def _prepared(self, prompt: list[int]) -> Iterator[GenerateWay]:
+        """Every way that can run, having generated once."""
+        for way in self._ways():
+            if why := self._why_not(way):
+                self._skip(way.name, why)
                 continue
-            left = max(0.0, self.subject.clock.left())
-            if "compile" in name and left < _COMPILE_SECONDS:
-                self._skip(name, f"about {_COMPILE_SECONDS:.0f} s needed, {left:.0f} s left")
-                continue
+            if way.compiles:
+                self.say(f"hf: compiling {way.name}")
             started = time.perf_counter()
             try:
-                runs[name] = make()
-                runs[name]()
-            except Exception as error:  # noqa: BLE001 - one way that cannot run must not end the others
-                runs.pop(name, None)
-                self._skip(name, f"{type(error).__name__}: {error}".splitlines()[0], failed=True)
+                with self.watch() if way.compiles else nullcontext():
+                    way.run = way.make()
+                    way.tokens.append(way.run(prompt))
+                    self.clock.sync()
+            except NotImplementedError as error:
+                self._skip(way.name, str(error))
                 continue
-            self.subject.clock.sync()
-            warmups[name] = time.perf_counter() - started
-        return runs, warmups
+            except Exception as error:  # noqa: BLE001 - one way that goes wrong must not end the others
+                self._skip(way.name, f"{type(error).__name__}: {error}".splitlines()[0], failed=True)
+                continue
+            way.warmup_seconds = time.perf_counter() - started
+            yield way
 
-    def _measure(self, runs: dict[str, Callable[[], list[int]]], warmups: dict[str, float]) -> None:
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        tokens: dict[str, list[int]] = {}
-        for turn in range(_REPEATS):
-            for name, run in runs.items():
-                if turn and self.subject.clock.left() <= 0:
+    def _why_not(self, way: GenerateWay) -> str:
+        """Why *way* is left out; empty if it is not."""
+        if not way.compiles:
+            return ""
+        if not self.compiler:
+            return "the compiler is left out, as asked"
+        left = max(0.0, self.clock.left())
+        return f"about {_COMPILE_SECONDS:.0f} s needed, {left:.0f} s left" if left < _COMPILE_SECONDS else ""
+
+    def _compared(self, ways: Iterator[GenerateWay]) -> list[GenerateWay]:
+        """The *ways* whose first tokens may be as they are; the others fail the run."""
+        found: list[GenerateWay] = []
+        for way in ways:
+            if not found or self._is_right(way, found[0], 0):
+                found.append(way)
+        return found
+
+    def _is_right(self, way: GenerateWay, first: GenerateWay, prompt: int) -> bool:
+        """Whether *way* may differ from *first* as it does; says so if not."""
+        same, found = _common(first.tokens[prompt], way.tokens[prompt]), len(way.tokens[prompt])
+        if same == found or not way.exact or self.model.dtype != torch.float32:
+            return True
+        where = f"differs from {first.name} at new token {same} of prompt {prompt}"
+        self._skip(way.name, f"{where}, on the same kernels in float32", failed=True)
+        return False
+
+    # Timing
+
+    def _measure(self, ways: Sequence[GenerateWay], prompts: Sequence[list[int]]) -> None:
+        for turn, prompt in enumerate(prompts):
+            for way in ways:
+                if turn and self.clock.left() <= 0:
                     continue
-                self.subject.clock.sync()
+                self.clock.sync()
                 started = time.perf_counter()
-                tokens[name] = run()
-                self.subject.clock.sync()
-                seconds[name].append(time.perf_counter() - started)
-        wanted = next(iter(tokens.values()), [])
-        for name, times in seconds.items():
-            usual = Spread.of(times).median
-            self.report.generate.append(
-                GenerateRow(
-                    way=name,
-                    tokens_per_second=Spread.of([self.new / each for each in times]),
-                    warmup_seconds=max(0.0, warmups[name] - usual),
-                    same_tokens=_common(wanted, tokens[name]),
-                    tokens=len(tokens[name]),
-                )
-            )
+                way.tokens.append(way.run(prompt))
+                self.clock.sync()
+                way.seconds.append(time.perf_counter() - started)
+        for way in ways:
+            if all(self._is_right(way, ways[0], prompt) for prompt in range(1, len(way.tokens))):
+                self.report.generate.append(self._row(way, ways[0]))
 
-    def _ways(
-        self, model: Any, prompt: list[int]
-    ) -> Iterator[tuple[str, Callable[[], Callable[[], list[int]]]]]:
-        ids = torch.tensor([prompt], device=self.subject.clock.device)
-
-        def generate(**settings: Any) -> Callable[[], list[int]]:
-            def run() -> list[int]:
-                output = model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    do_sample=False,
-                    max_new_tokens=self.new,
-                    min_new_tokens=self.new,
-                    **settings,
-                )
-                tokens: list[int] = output[0, PROMPT:].tolist()
-                return tokens
-
-            return run
-
-        yield "generate(), dynamic cache", generate
-        yield "generate(), static cache, its default compile", lambda: generate(cache_implementation="static")
-        yield "graphplat full", lambda: self._engine(model, prompt, "full")
-        yield (
-            "graphplat full, fused norms",
-            lambda: self._engine(model, prompt, "full", fused_norms=True),
+    def _row(self, way: GenerateWay, first: GenerateWay) -> GenerateRow:
+        pairs = zip(first.tokens, way.tokens, strict=False)
+        return GenerateRow(
+            way=way.name,
+            tokens_per_second=Spread.of([self.new / each for each in way.seconds]),
+            warmup_seconds=max(0.0, way.warmup_seconds - Spread.of(way.seconds).median),
+            same_tokens=sum(_common(wanted, found) for wanted, found in pairs),
+            tokens=sum(map(len, way.tokens)),
         )
-        platform = self.subject.clock.platform
-        if platform.capabilities.compiled:
-            yield "graphplat compiled", lambda: self._engine(model, prompt, "compiled")
-        else:
-            self._skip("graphplat compiled", f"{platform.name} does not declare it")
 
-    def _engine(
-        self, model: Any, prompt: list[int], backend: str, *, fused_norms: bool = False
-    ) -> Callable[[], list[int]]:
+    # Ways
+
+    def _ways(self) -> Iterator[GenerateWay]:
+        yield GenerateWay("generate(), dynamic cache", self._transformers, exact=True)
+        static = partial(self._transformers, cache_implementation="static")
+        if compiles_static_cache(self.model):
+            name = "generate(), static cache, its default compile"
+            yield GenerateWay(name, static, compiles=True)
+        else:
+            yield GenerateWay("generate(), static cache", static, exact=True)
+        yield GenerateWay("graphplat full", partial(self._engine, "full"), exact=True)
+        fused = partial(self._engine, "full", fused_norms=True)
+        yield GenerateWay("graphplat full, fused norms", fused)
+        if self.clock.platform.capabilities.compiled:
+            yield GenerateWay("graphplat compiled", partial(self._engine, "compiled"), compiles=True)
+        else:
+            self._skip("graphplat compiled", f"{self.clock.platform.name} does not declare it")
+
+    def _transformers(self, **settings: Any) -> Generate:
+        def run(prompt: list[int]) -> list[int]:
+            ids = torch.tensor([prompt], device=self.clock.device)
+            output = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=self.new,
+                min_new_tokens=self.new,
+                **settings,
+            )
+            tokens: list[int] = output[0, PROMPT:].tolist()
+            return tokens
+
+        return run
+
+    def _engine(self, backend: str, *, fused_norms: bool = False) -> Generate:
         from graphplat.capture import capture_cuda_graphs
         from graphplat.integrations.generation import Engine
-        from graphplat.integrations.transformers import CausalLMRunner
 
         config = GraphConfig.from_dict(
             {
@@ -139,41 +190,45 @@ class Generation:
                 "prefill": {"backend": "full", "buckets": [PROMPT], "outputs": "view"},
             }
         )
-        length = PROMPT + self.new
-        runner = CausalLMRunner(
-            _with_same_weights(model),  # others keep their own attention and norms
-            max_requests=1,
-            max_len=length,
-            returns="tokens",
-            graph_config=config,
-            fused_norms=fused_norms,
-        )
+        runner = self._runner(config, fused_norms=fused_norms)
         capture = hold(self._held, capture_cuda_graphs(model_runner=runner))
         engine = Engine.from_capture(runner, capture, stop_tokens=frozenset())
-        return lambda: list(engine.generate([prompt], self.new)[0].tokens)
+        return lambda prompt: list(engine.generate([prompt], self.new)[0].tokens)
 
-    def _load(self) -> Any:
-        from graphplat.integrations.weights import load_model, random_model
+    def _runner(self, config: GraphConfig, *, fused_norms: bool) -> Any:
+        """Raises :class:`NotImplementedError` for norms that cannot be fused."""
+        from graphplat.integrations.transformers import CausalLMRunner
 
-        device = self.subject.clock.device
-        if self.subject.folder is not None:
-            return load_model(self.subject.folder, device=device, dtype=self.dtype).model
-        shape = SHAPES[self.subject.name]
-        sizes = {
-            "vocab_size": shape.vocab,
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.intermediate,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": shape.tied,
-            "initializer_range": 0.05,
-        }
-        return random_model(device=device, dtype=self.dtype, shape=sizes).model
+        model = _with_same_weights(self.model)  # others keep their own attention and norms
+        try:
+            return CausalLMRunner(
+                model,
+                max_requests=1,
+                max_len=PROMPT + self.new,
+                returns="tokens",
+                graph_config=config,
+                fused_norms=fused_norms,
+            )
+        except ConfigError as error:
+            if not fused_norms:
+                raise
+            raise NotImplementedError(error.what) from error
 
     def _skip(self, what: str, why: str, *, failed: bool = False) -> None:
         self.report.skipped.append(Skip(section="hf", what=what, why=why, failed=failed))
+
+
+def compiles_static_cache(model: Any) -> bool:
+    """Whether ``generate()`` of *model* compiles the forward for a static cache, as on some devices."""
+    from transformers import StaticCache
+
+    # There is no public question, and a list of devices of ours would not be that of the installed release.
+    decide = getattr(model, "_valid_auto_compile_criteria", None)
+    if decide is None:
+        return True
+    cache = StaticCache(config=model.config, max_cache_len=1)
+    # The name of the cache among the model's arguments differs between releases.
+    return bool(decide({"cache": cache, "past_key_values": cache}, model.generation_config))
 
 
 def _with_same_weights(model: torch.nn.Module) -> Any:

@@ -98,14 +98,15 @@ class ScalingRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of generating from one prompt."""
+    """One way of generating from one prompt at a time."""
 
     way: str
     tokens_per_second: Spread
     warmup_seconds: float
     same_tokens: int
-    """New tokens equal to those of the dynamic cache, up to the first that differs."""
+    """New tokens equal to those of the first way, of each prompt up to the first that differs."""
     tokens: int
+    """Of all prompts."""
 
 
 class Skip(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +134,8 @@ class BenchReport(msgspec.Struct, kw_only=True):
     model: str
     dtype: str
     seconds: float = 0.0
+    interrupted: bool = False
+    """Stopped by the user: what was not measured by then is skipped."""
     decode: list[StepRow] = []
     prefill: list[StepRow] = []
     breaks: list[BreakRow] = []

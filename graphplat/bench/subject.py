@@ -6,16 +6,15 @@ import copy
 import random
 import types
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
 import torch
 
 from graphplat.batch import ForwardBatch
+from graphplat.bench.models import Source
 from graphplat.capture import CudaGraphsCapture, capture_cuda_graphs
 from graphplat.config import GraphConfig
-from graphplat.errors import ConfigError
 from graphplat.testing.reference import SHAPES, ReferenceRunner
 
 if TYPE_CHECKING:
@@ -36,43 +35,33 @@ class Subject:
     vocab: int
     max_len: int
     slots: int
-    folder: Path | None = None
+    is_reference: bool = True
+    """Prefill can be set up in every way."""
 
     @classmethod
-    def load(cls, model: str, clock: Clock, *, dtype: torch.dtype, slots: int, max_len: int) -> Subject:
-        """A shape by name with random weights, or the model of a folder. Raises :class:`ConfigError`."""
+    def load(cls, source: Source, clock: Clock, *, dtype: torch.dtype, slots: int, max_len: int) -> Subject:
+        """The model of *source*. Raises :class:`ConfigError` for one that cannot be loaded or captured."""
         device = clock.device
-        if model in SHAPES:
+        if source.path is None:
             runtime: Any = ReferenceRunner(
-                model, device=device, dtype=dtype, slots=slots, max_len=max_len, kernel=_KERNEL
+                source.name, device=device, dtype=dtype, slots=slots, max_len=max_len, kernel=_KERNEL
             )
-            cache, vocab, folder = runtime.cache.data, SHAPES[model].vocab, None
+            cache, vocab = runtime.cache.data, SHAPES[source.name].vocab
             used = runtime.cache.flat
         else:
             from graphplat.integrations.transformers import CausalLMRunner
-            from graphplat.integrations.weights import load_model
 
-            folder = Path(model)
-            if not folder.exists():
-                raise ConfigError(
-                    f"{model!r} is neither a shape nor a folder", hint=f"Use one of {sorted(SHAPES)}"
-                )
-            loaded = load_model(folder, device=device, dtype=dtype)
+            model = source.causal_lm(device=device, dtype=dtype)
             config = GraphConfig.from_dict({"decode": {"max_size": slots}})
             runtime = CausalLMRunner(
-                loaded.model, max_requests=slots, max_len=max_len, graph_config=config, kernel=_KERNEL
+                model, max_requests=slots, max_len=max_len, graph_config=config, kernel=_KERNEL
             )
-            cache, vocab = runtime.store.data, loaded.model.config.vocab_size
+            cache, vocab = runtime.store.data, model.config.get_text_config().vocab_size
             used = tuple(half for layer in range(cache.shape[0]) for half in runtime.store.flat(layer))
         cache.normal_()
         for tensor in used:  # otherwise the compiler's own graphs refuse a forward that writes to it
             torch._dynamo.mark_static_address(tensor)
-        return cls(model, runtime, clock, vocab, max_len, slots, folder)
-
-    @property
-    def is_reference(self) -> bool:
-        """Whether prefill can be set up in every way."""
-        return self.folder is None
+        return cls(source.name, runtime, clock, vocab, max_len, slots, source.path is None)
 
     def under(self, **settings: Any) -> Any:
         """The same weights and cache under other settings, given as for ``GraphConfig.from_dict``."""
