@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from graphplat.cli.files import check_file, write_json
 from graphplat.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from graphplat.bench.records import BenchReport, Spread, StepRow
+    from graphplat.bench.records import BenchReport
     from graphplat.bench.run import Bench
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -22,28 +20,32 @@ Precision = Literal["float32", "bfloat16", "float16"]
 _FILE_WIDTH = 160
 """Columns where no terminal says otherwise."""
 
+_INTERRUPTED = 130
+"""The status of a command that the user stopped."""
 
 _Model = Annotated[
     str, typer.Option(help="A shape (135M, 8B, tiny) with random weights, or a Hugging Face folder.")
 ]
-_Device = Annotated[str, typer.Option(help="Torch device to measure.")]
+_Device = Annotated[str, typer.Option(help="Torch device to measure: TYPE or TYPE:INDEX.")]
 _Dtype = Annotated[Precision | None, typer.Option(help="By default float32 on cpu, else bfloat16.")]
 _Sections = Annotated[
     str | None,
     typer.Option(
-        help="Of host, scaling, capture, decode, prefill, hf, which run in this order; all by default."
+        help="Of host, scaling, capture, decode, prefill, hf, separated by commas; all by default. "
+        "They run in this order."
     ),
 ]
-_Buckets = Annotated[str, typer.Option(help="Decode sizes.")]
-_PrefillBuckets = Annotated[str, typer.Option(help="Prefill sizes, in tokens.")]
+_Buckets = Annotated[str, typer.Option(help="Decode sizes, separated by commas.")]
+_PrefillBuckets = Annotated[str, typer.Option(help="Prefill sizes in tokens, separated by commas.")]
 _MaxLen = Annotated[int, typer.Option(min=16, help="Tokens that the cache holds for a request.")]
 _TimeLimit = Annotated[
     float,
     typer.Option(
-        help="Seconds; what does not fit is skipped. The compiler leaves a tenth for each later section."
+        min=1,
+        help="Seconds; what does not fit is skipped. The compiler leaves a tenth for each later section.",
     ),
 ]
-_Budget = Annotated[float, typer.Option(help="Seconds of measuring for each way and size.")]
+_Budget = Annotated[float, typer.Option(min=0.001, help="Seconds of measuring for each way and size.")]
 _NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate in section hf.")]
 _Compiler = Annotated[bool, typer.Option(help="Measure what needs the compiler: minutes for 135M.")]
 _Each = Annotated[bool, typer.Option("--each", help="Also measure kernels for each size alone.")]
@@ -72,19 +74,26 @@ def command(
 ) -> None:
     """Measure steps, captures and memory against baselines.
 
-    All ways run in one process on one device, in turn, with fresh inputs; results are
-    compared with eager before anything is timed. Says what it skipped and why. Fails if
-    a result is wrong. The JSON has the quartiles beside each median.
+    All ways run in one process on one device, in turn, with fresh inputs. Before a way
+    is timed its results are compared: steps with eager ones, section hf with the
+    dynamic cache. Says what it skipped and why. Fails if a result is wrong, or if a way
+    that is there goes wrong. The JSON has the quartiles beside each median.
     """
     from graphplat.bench.run import SECTIONS, Bench
 
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib is not installed", field="plot", hint='Install "graphplat[plot]"')
+    wanted = SECTIONS if sections is None else [name.strip() for name in sections.split(",")]
+    if output is not None:
+        check_file(output, "output")
+    if plot is not None:
+        from graphplat.bench.plot import check_plot
+
+        check_plot(wanted, plot)
+        check_file(plot, "plot")
     bench = Bench(
         device=device,
         model=model,
-        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
-        sections=SECTIONS if sections is None else [name.strip() for name in sections.split(",")],
+        dtype=dtype,
+        sections=wanted,
         buckets=sizes_of(buckets, "buckets"),
         prefill_buckets=sizes_of(prefill_buckets, "prefill_buckets"),
         max_len=max_len,
@@ -102,23 +111,41 @@ def _run(bench: Bench, *, json: bool, output: Path | None, plot: Path | None) ->
     from rich.console import Console
 
     from graphplat.cli import render
+    from graphplat.cli.bench_tables import show
 
     console, notes = Console(quiet=json), Console(stderr=True, quiet=json)
     if not console.is_terminal:
         console = Console(quiet=json, width=_FILE_WIDTH)
     bench.say = lambda text: notes.print(text, markup=False, highlight=False, soft_wrap=True)
+    bench.watch = lambda: render.capture_bar(notes, transient=True)
     report = bench.run()
     if json:
         render.print_json(report)
     show(report, console)
-    if output is not None:
-        _write(report, output)
-    if plot is not None:
-        from graphplat.bench.plot import plot as draw
-
-        draw(report, plot)
+    _save(report, output, plot)
+    if report.interrupted:
+        raise typer.Exit(_INTERRUPTED)
     if report.failed:
         raise typer.Exit(1)
+
+
+def _save(report: BenchReport, output: Path | None, plot: Path | None) -> None:
+    """Write what is wanted; one that cannot be written does not keep the other from it."""
+    from graphplat.bench.plot import plot as draw
+
+    wanted: list[tuple[Path, Callable[[BenchReport, Path], None]]] = []
+    if output is not None:
+        wanted.append((output, write_json))
+    if plot is not None and (report.decode or report.prefill or not report.interrupted):
+        wanted.append((plot, draw))
+    errors = []
+    for path, write in wanted:
+        try:
+            write(report, path)
+        except ConfigError as error:
+            errors.append(error)
+    if errors:
+        raise ConfigError("; ".join(map(str, errors))) from errors[0]
 
 
 def sizes_of(text: str, field: str) -> tuple[int, ...]:
@@ -130,141 +157,3 @@ def sizes_of(text: str, field: str) -> tuple[int, ...]:
     if sizes[0] < 1:
         raise ConfigError(f"{sizes[0]} is no size", field=field)
     return sizes
-
-
-def show(report: BenchReport, console: Console) -> None:
-    """Print *report* for people."""
-    from graphplat.cli import render
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    say(
-        f"{report.model}, {report.dtype}, on {report.device} ({report.device_name}), platform "
-        f"{report.platform}, torch {report.torch}, {report.seconds:.0f} s. "
-        "Medians ± half the range between quartiles."
-    )
-    for title, columns, rows in _tables(report):
-        listed = list(rows)
-        if listed:
-            console.print(render.table(title, columns, listed))
-    for row in (*report.decode, *report.prefill):
-        if row.note:
-            say(f"{row.way} at {row.bucket}: {row.note}")
-    for skip in report.skipped:
-        say(f"{'FAILED' if skip.failed else 'skipped'}: {skip.section}, {skip.what}: {skip.why}")
-
-
-Rows = Iterable[tuple[object, ...]]
-
-
-def _tables(report: BenchReport) -> Iterable[tuple[str, tuple[str, ...], Rows]]:
-    yield "Decode steps, µs", _STEP_COLUMNS, _steps(report.decode)
-    yield "Prefill steps, µs", _STEP_COLUMNS, _steps(report.prefill)
-    yield (
-        "Host time of a step of five fields, µs",
-        ("way", "host", "over bare replay"),
-        ((row.way, _spread(row.host_us), f"{row.over_replay_us:.1f}") for row in report.host),
-    )
-    yield (
-        "Host time of breaks, µs",
-        ("breaks", "host", "each"),
-        ((row.breaks, _spread(row.host_us), _number(row.per_break_us)) for row in report.breaks),
-    )
-    yield from _cost_tables(report)
-    yield (
-        "Generation, one prompt",
-        ("way", "tokens/s", "warm-up s", "equal tokens"),
-        (
-            (
-                row.way,
-                _spread(row.tokens_per_second),
-                f"{row.warmup_seconds:.2f}",
-                f"{row.same_tokens}/{row.tokens}",
-            )
-            for row in report.generate
-        ),
-    )
-
-
-def _cost_tables(report: BenchReport) -> Iterable[tuple[str, tuple[str, ...], Rows]]:
-    from graphplat.cli import render
-
-    yield (
-        "Capture of a ladder, warm-up included",
-        ("way", "buckets", "seconds", "memory"),
-        ((row.way, row.buckets, _spread(row.seconds, 3), render.size(row.bytes)) for row in report.capture),
-    )
-    yield (
-        "Kept by prefill graphs",
-        ("way", "buckets", "retained", "graphs"),
-        (
-            (row.way, row.buckets, render.size(row.retained_bytes), render.size(row.graph_bytes))
-            for row in report.retained
-        ),
-    )
-    yield (
-        "By number of buckets",
-        ("buckets", "capture s", "capture µs each", "host µs of a step", "memory"),
-        (
-            (
-                row.buckets,
-                f"{row.capture_seconds:.3f}",
-                f"{row.capture_us_per_bucket:.0f}",
-                _spread(row.host_us),
-                render.size(row.bytes),
-            )
-            for row in report.scaling
-        ),
-    )
-
-
-_STEP_COLUMNS = (
-    "size",
-    "way",
-    "step",
-    "host",
-    "back to back",
-    "tokens/s",
-    "warm-up s",
-    "capture s",
-    "memory",
-    "difference",
-)
-
-
-def _steps(rows: Iterable[StepRow]) -> Rows:
-    from graphplat.cli import render
-
-    for row in rows:
-        yield (
-            row.bucket,
-            row.way,
-            _spread(row.step_us),
-            _spread(row.host_us),
-            _spread(row.throughput_us),
-            _number(row.tokens_per_second),
-            _number(row.warmup_seconds, 3),
-            _number(row.capture_seconds, 3),
-            "-" if row.capture_bytes is None else render.size(row.capture_bytes),
-            "equal" if row.difference == 0 else f"{row.difference:.1e}",
-        )
-
-
-def _spread(spread: Spread | None, digits: int = 1) -> str:
-    if spread is None:
-        return "-"
-    return f"{spread.median:.{digits}f} ±{(spread.high - spread.low) / 2:.{digits}f}"
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _write(report: Any, path: Path) -> None:
-    import msgspec
-
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}", field="output") from error

@@ -70,8 +70,11 @@ class CaptureBar:
 
 
 @contextmanager
-def capture_bar(console: Console) -> Iterator[None]:
-    """Show a progress bar while graphs are captured, if *console* is a terminal."""
+def capture_bar(console: Console, *, transient: bool = False) -> Iterator[None]:
+    """Show a progress bar while graphs are captured, if *console* is a terminal.
+
+    A *transient* one is gone afterwards.
+    """
     if not console.is_terminal:
         yield
         return
@@ -81,7 +84,7 @@ def capture_bar(console: Console) -> Iterator[None]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, transient=transient) as progress:
         register_plugin(CaptureBar(progress), _PLUGIN)
         try:
             yield
