@@ -25,7 +25,7 @@ class BucketLimit(msgspec.Struct, frozen=True, kw_only=True):
     graphs: int | None = None
     """Buckets."""
     bytes: int | None = None
-    """Memory of all buckets together."""
+    """Memory of all buckets together: the sum of what each takes."""
 
 
 class BucketPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,8 +74,9 @@ def plan_buckets(
 
     *histogram* counts steps by size, as ``runner.stats.sizes`` does. *step_times* gives the time
     of a replay by bucket, in any unit: its sizes are the candidates. *memory* gives the bytes of
-    each candidate's graph, or ``None`` where they do not matter. *limit* is a number of graphs, or
-    a :class:`BucketLimit`.
+    each candidate's graph, or ``None`` where they do not matter. They are added up, so give what each graph
+    takes whatever else is captured: what one adds to a pool that others filled is less than that. *limit* is
+    a number of graphs, or a :class:`BucketLimit`.
 
     Every observed size up to the largest candidate has a bucket that holds it. Among plans of equal
     time the one with fewer graphs wins, then the one with fewer bytes. Exact for any times, also

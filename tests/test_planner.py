@@ -166,7 +166,7 @@ def test_command_prints_ladder_and_saving(files) -> None:
     result = CliRunner().invoke(app, ["plan", *files, "--limit", "2"])
     assert result.exit_code == 0, result.output
     assert "Capture: 3, 17" in result.output
-    assert "Saving over the default ladder: 22.9%" in result.output
+    assert "Saving over the default ladder: 83.6%" in result.output
 
 
 def test_command_prints_one_json_document(files) -> None:
@@ -221,3 +221,35 @@ def test_command_names_a_bad_file(files, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", files[0], str(bad)])
     assert isinstance(result.exception, ConfigError)
     assert "bad.json" in str(result.exception)
+
+
+def test_the_default_ladder_is_thinned_to_the_limit(files) -> None:
+    """A plan of two buckets is compared with two, which is what a limit of graphs would leave of it."""
+    result = CliRunner().invoke(app, ["plan", *files, "--limit", "2", "--json"])
+    report = json.loads(result.output)
+    assert report["default"]["buckets"] == [1, 32]
+    assert report["saving"] > 0
+
+
+@given(problems())
+def test_no_plan_is_worse_than_the_default_ladder(problem) -> None:
+    """Where all sizes of the thinned default ladder are candidates, the plan never loses to it."""
+    from graphplat.batch import Phase
+    from graphplat.cli.plan import make_report
+
+    histogram, _, _, limit = problem
+    times = {size: float(size) for size in range(1, 13)}
+    report = make_report(histogram, times, None, BucketLimit(graphs=limit.graphs), Phase.DECODE)
+    assert report.saving >= -1e-9
+
+
+def test_a_limit_of_memory_needs_bytes(files, tmp_path: Path) -> None:
+    """Times without bytes, a benchmark's too, are refused with the form that has them."""
+    rows = [{"way": "graphplat full", "bucket": 32, "step_us": {"median": 9.0}, "capture_bytes": 5}]
+    for name, document in (("bench", {"decode": rows}), ("times", {"32": 9.0})):
+        path = tmp_path / f"{name}-only.json"
+        path.write_text(json.dumps(document))
+        result = CliRunner().invoke(app, ["plan", files[0], str(path), "--memory-mib", "1"])
+        assert isinstance(result.exception, ConfigError)
+        assert '{"4": {"time": 2.2, "bytes": 100}}' in str(result.exception)
+        assert "memory_mib" in str(result.exception)

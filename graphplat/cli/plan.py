@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from graphplat.batch import Phase
-from graphplat.buckets import default_ladder
+from graphplat.buckets import default_ladder, thin
 from graphplat.errors import ConfigError
 from graphplat.planner import BucketLimit, BucketPlan, describe, plan_buckets
 
@@ -22,7 +22,8 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     limit: BucketLimit
     plan: BucketPlan
     default: BucketPlan
-    """The default ladder up to the largest candidate, times between known sizes interpolated."""
+    """The default ladder up to the largest candidate, thinned to the limit of graphs as it would be when
+    captured; times between known sizes are interpolated."""
     saving: float
     """The part of the default ladder's expected time that the plan spares."""
 
@@ -37,7 +38,10 @@ def command(
         typer.Argument(help='Time by bucket as JSON, {"4": 2.2} or {"4": {"time": 2.2, "bytes": 100}}.'),
     ],
     limit: Annotated[int | None, typer.Option(min=1, help="Most buckets.")] = None,
-    memory_mib: Annotated[float | None, typer.Option(min=0, help="Most memory of all buckets.")] = None,
+    memory_mib: Annotated[
+        float | None,
+        typer.Option(min=0, help="Most memory of all buckets; needs the bytes of each one alone."),
+    ] = None,
     phase: Annotated[
         Literal["decode", "prefill"],
         typer.Option(help="Whose default ladder, and whose steps of a benchmark."),
@@ -47,12 +51,20 @@ def command(
     """Plan which sizes to capture from observed batches.
 
     Prints the ladder of least expected time within the limits, its padding, and
-    what it saves over the default ladder. The JSON of "graphplat bench" also
-    serves as times. Without limits every observed size may get a bucket.
+    what it saves over the default ladder with as many buckets at most. The JSON of
+    "graphplat bench" also serves as times, without bytes. Only sizes that have a time
+    can get a bucket; without limits every one of them may.
     """
     from graphplat.cli import render
 
     step_times, memory = read_times(times, Phase(phase))
+    if memory_mib is not None and memory is None:
+        raise ConfigError(
+            f"{times} does not say how many bytes each bucket takes alone",
+            field="memory_mib",
+            hint='Give each bucket as {"4": {"time": 2.2, "bytes": 100}}. In the JSON of "graphplat bench" '
+            "graphs share a pool, so that the bytes of one depend on the others",
+        )
     bound = BucketLimit(graphs=limit, bytes=None if memory_mib is None else int(memory_mib * 2**20))
     report = make_report(read_histogram(histogram), step_times, memory, bound, Phase(phase))
     if json:
@@ -70,7 +82,10 @@ def make_report(
 ) -> PlanReport:
     """Plan, and compare with the default ladder. Raises :class:`ConfigError`."""
     plan = plan_buckets(histogram, step_times, memory, limit)
-    default = describe(default_ladder(phase, max(step_times)), histogram, step_times, memory)
+    ladder = default_ladder(phase, max(step_times))
+    if limit.graphs is not None:
+        ladder = thin(ladder, limit.graphs)
+    default = describe(ladder, histogram, step_times, memory)
     saving = 1 - plan.expected_time / default.expected_time if default.expected_time else 0.0
     return PlanReport(phase=phase, limit=limit, plan=plan, default=default, saving=saving)
 
@@ -89,7 +104,10 @@ def show(report: PlanReport) -> None:
     columns = ("ladder", "buckets", "expected time", "padding", "eager steps")
     console.print(render.table(f"Buckets for {report.phase}", columns, rows))
     ladder = ", ".join(map(str, report.plan.buckets)) or "none: no observed size fits a candidate"
-    for line in (f"Capture: {ladder}", f"Saving over the default ladder: {report.saving:.1%}"):
+    over = f"Saving over the default ladder: {report.saving:.1%}"
+    if report.limit.bytes is not None:
+        over += ", which is not held to the limit of memory"
+    for line in (f"Capture: {ladder}", over):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
