@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from graphplat import __version__
 from graphplat.cli.main import SUMMARIES
 
 
@@ -33,6 +34,18 @@ class _Commands(TyperGroup):
 app = typer.Typer(cls=_Commands, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"graphplat {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def overview() -> None:
+def overview(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
     """Capture and replay device graphs for any inference runtime on any accelerator."""
+    del version  # its callback has shown it

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from graphplat.cli.files import check_file
+
 
 def command(
+    *,
     device: Annotated[str, typer.Option(help="The device to test: TYPE or TYPE:INDEX.")],
-    json: Annotated[Path | None, typer.Option("--json", help="Write a JSON report to this file.")] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document; what the tests print goes to stderr.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the JSON document here too.")] = None,
     platform: Annotated[
         str | None, typer.Option(help="The platform by name, where several serve TYPE.")
     ] = None,
@@ -27,13 +36,20 @@ def command(
     from graphplat.registry import resolve
     from graphplat.testing import conformance, simulated
 
+    if output is not None:
+        check_file(output, "output")
     simulated.install_from_environment()
     resolve(device, name=platform)  # its error is better than a suite of failing tests
-    status = conformance.run(
-        device,
-        platform=platform,
-        json=json,
-        known_failures=tuple(known_failure or ()),
-        arguments=("-k", select) if select else (),
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        report = output or Path(folder) / "report.json"
+        with contextlib.redirect_stdout(sys.stderr if json else sys.stdout):
+            status = conformance.run(
+                device,
+                platform=platform,
+                json=report if json or output else None,
+                known_failures=tuple(known_failure or ()),
+                arguments=("-k", select) if select else (),
+            )
+        if json and report.exists():  # not if pytest refused its arguments
+            print(report.read_text(encoding="utf-8"))
     raise typer.Exit(status)

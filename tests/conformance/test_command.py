@@ -55,7 +55,7 @@ def test_the_command_reports_as_json(python, tmp_path):
     The command's status is 0, and its report names platform, device, capabilities, versions and every test.
     """
     path = tmp_path / "report.json"
-    status, output = command(python, "--device", "cpu", "--json", str(path), "-k", "padded or streams")
+    status, output = command(python, "--device", "cpu", "--output", str(path), "-k", "padded or streams")
     assert status == 0, output
     report = json.loads(path.read_text())
     assert (report["platform"], report["device"]) == ("cpu", "cpu")
@@ -96,7 +96,7 @@ def test_it_runs_on_a_vendor_that_is_only_installed(python, tmp_path):
     path = tmp_path / "report.json"
     status, output = command(
         python,
-        *("--device", "acme:1", "--json", str(path), *SELECT),
+        *("--device", "acme:1", "--output", str(path), *SELECT),
         GRAPHPLAT_SIMULATED="acme:2",
         PYTHONPATH=str(site),
     )
