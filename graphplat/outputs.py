@@ -119,6 +119,8 @@ class GraphSharedOutput:
     """
 
     _stores: dict[tuple[str, torch.dtype], torch.Tensor] = attrs.field(factory=dict)
+    adopted_bytes: int = 0
+    """Bytes of all outputs that ever became such a buffer."""
 
     @classmethod
     def create_for_model_runner(cls, model_runner: ModelRunner) -> GraphSharedOutput:
@@ -150,6 +152,7 @@ class GraphSharedOutput:
                 return target
             leaf = _own(path, leaf, taken, persistent)
             self._stores[(path, leaf.dtype)] = leaf.view(-1)
+            self.adopted_bytes += blocks(leaf)
             return leaf
 
         return tree.map_leaves(move, output)
@@ -191,6 +194,11 @@ def _owns_memory(leaf: torch.Tensor) -> bool:
         and leaf.storage_offset() == 0
         and leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
     )
+
+
+def blocks(leaf: torch.Tensor) -> int:
+    """Bytes of *leaf*'s storage in an allocator's blocks: those of torch's devices are multiples of 512."""
+    return -(-leaf.untyped_storage().nbytes() // 512) * 512
 
 
 @attrs.define(eq=False)
@@ -243,9 +251,9 @@ class GraphOutput:
         return view
 
     def own_bytes(self) -> int:
-        """Bytes of outputs that are no rows and so keep memory of their own."""
+        """Bytes of outputs that are no rows and so keep memory of their own, as the allocator counts them."""
         return sum(
-            leaf.untyped_storage().nbytes()
+            blocks(leaf)
             for path, leaf in tree.walk(self.value)
             if isinstance(leaf, torch.Tensor) and path not in self.axes
         )

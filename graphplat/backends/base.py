@@ -108,12 +108,15 @@ class CaptureBackend(ReplayBackend):
                 warm_seconds += self._warm_up(shape_key, forward_fn, post_warmup_hook)
             warmups += 1
         # Read after the warm-up, whose memory stays with the allocator and not with the graph.
-        started, before = self._reading(shape_key)
+        (started, before), grown = self._reading(shape_key), 0
         result, note = self._try_cold(shape_key, forward_fn) if not warmups else (None, "")
         if result is None:
             if not warmups:
+                # What a recording that was thrown away took stays in the pool, for the next one to use.
+                tried = (self.platform.reserved_bytes(self.device) or 0) - (before or 0)
                 warm_seconds += self._warm_up(shape_key, forward_fn, post_warmup_hook)
                 warmups += 1
+                grown = tried if self.context.live_graphs else 0
                 started, before = self._reading(shape_key)
             result = self._record_or_clean(shape_key, forward_fn)
         recording, output = result
@@ -125,7 +128,7 @@ class CaptureBackend(ReplayBackend):
             time.perf_counter() - started,
             warm_seconds,
             warmups,
-            after - before if after is not None and before is not None else self._recording_bytes(recording),
+            self._recording_bytes(recording) if after is None or before is None else after - before + grown,
             self._segments(recording),
             note,
         )
@@ -172,7 +175,7 @@ class CaptureBackend(ReplayBackend):
         if self.context.kept or guard.compiled_frames():
             return None, self.context.kept and f"warmed up, since {self.context.kept}"
         self.platform.drop_workspaces()  # what libraries let go of must not hide what the forward keeps
-        allocated = self.platform.allocated_bytes(self.device)
+        allocated = self._allocated()
         if allocated is None:
             return None, ""
         try:
@@ -187,7 +190,7 @@ class CaptureBackend(ReplayBackend):
             if guard.is_out_of_memory(error):
                 raise
             return None, f"warmed up, since a cold capture failed: {error.__cause__ or error}"
-        left = (self.platform.allocated_bytes(self.device) or 0) - allocated - output.own_bytes()
+        left = (self._allocated() or 0) - allocated - output.own_bytes()
         self._run_once(key, recording)
         compiled = guard.compiled_frames() > 0
         if left <= 0 and not compiled:
@@ -198,6 +201,11 @@ class CaptureBackend(ReplayBackend):
         reason = "the forward compiled something" if compiled else f"a cold capture left {left} bytes behind"
         return None, f"warmed up, since {reason}"
 
+    def _allocated(self) -> int | None:
+        """Bytes in live tensors, without the outputs that became the buffer of all graphs."""
+        allocated = self.platform.allocated_bytes(self.device)
+        return None if allocated is None else allocated - self.context.shared_output.adopted_bytes
+
     def _judge_pool(self, key: ShapeKey, before: int) -> int:
         """Bytes that a recording which is gone left behind: the forward keeps them, in the pool.
 
@@ -205,7 +213,7 @@ class CaptureBackend(ReplayBackend):
         in another pool, see :func:`~graphplat.runners.stale.start_over`.
         """
         self.platform.drop_workspaces()
-        left = (self.platform.allocated_bytes(self.device) or 0) - before
+        left = (self._allocated() or 0) - before
         if left > 0:
             self.context.kept = f"the forward kept {left} bytes of its first run at {key}"
             self.context.pool_is_spoilt = True

@@ -177,6 +177,7 @@ def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> b
     over = budget is not None and spent + fitting.known_bytes(runner, captured) > budget
     if over and (runner.config.capture == "lazy" or not fitting.can_retry(runner)):
         runner.backend.drop(key)
+        runner.context.renew_unused_pool()
         why = f"{captured.bytes} bytes on top of {spent} exceed {budget}"
         _miss(runner, key, Reason.MEMORY_BUDGET, why)
         _report(runner, "skipped", total, done + 1, key=key, detail=why)

@@ -18,6 +18,7 @@ from graphplat import (
 )
 from graphplat.plugin_hooks import GraphplatWarning
 from graphplat.streamgraph import StreamGraphApi, StreamGraphPlatform
+from graphplat.testing.simulated import ledger
 
 TABLE = 64
 """Values of a table: as large as what lies between the steps of larger buckets."""
@@ -208,3 +209,31 @@ def test_workspaces_are_dropped_by_the_function_that_the_api_names(function, mon
 
     Vendor().drop_workspaces()
     assert called == [True] * (function == "clear")
+
+
+def test_the_bytes_of_a_recording_that_was_thrown_away_count_for_the_next(decode_rig, rows, sim):
+    """
+    Where a cold recording fails after it made the pool grow, the one that follows uses that memory and
+    reports it: the report's bytes are the growth of the pool.
+    """
+    rig = decode_rig
+    if not rig.platform.capabilities.memory_counters:
+        pytest.skip("this platform counts no memory")
+    failed = []
+
+    def forward(batch):
+        x = batch.inputs["x"]
+        wide = x.repeat(1, 1 << 16) * 2
+        if len(x) == 6 and not failed:
+            failed.append(True)
+            raise RuntimeError("not in a graph")
+        return rig.cut(x + wide[:, :3])
+
+    runner = rig.start(forward, buckets=(2, 6, 8), capture="lazy", on_failure="eager")
+    for n in (2, 6):
+        x, before = rows(n), ledger().pool_bytes
+        assert torch.equal(runner.execute(rig.batch(n, x=x)), x * 3)
+        shape = runner.context.shapes[-1]
+        assert shape.key.size == n
+        assert shape.bytes == ledger().pool_bytes - before > n * 3 << 18
+    assert failed == [True]
