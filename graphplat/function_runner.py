@@ -20,7 +20,7 @@ from graphplat.inputs import HostSpec, InputSpec, TensorSpec, UpTo
 from graphplat.model_runner import ModelRunner
 from graphplat.plugin_hooks import warn
 from graphplat.report import CaptureReport, Decision, Reason, RunnerStats
-from graphplat.row_check import Holdings, RowCheck, restored
+from graphplat.row_check import RowCheck, in_training, restored
 from graphplat.runners import BaseRunner
 
 Dims = Sequence[str | int | UpTo]
@@ -49,13 +49,13 @@ def graphed(
     A call is padded to a bucket, so its rows must not feel the rows of *fill* beside them, as they do in
     a mean or softmax over rows, or in batch normalisation in training mode. With *check*, up to two rows
     of the example are run eagerly, alone and padded, and must agree but for rounding
-    (``graphplat.backends.numerics.TOLERANCES``, by the least precise type computed in; float32 counts as
-    float16 where it may be multiplied in fewer bits, so on all devices but the CPU). One row is enough; give
-    rows like those to come: what the example's values do not show is not found, and of a function that draws
-    random numbers nothing is. Not checked either: whether a dimension ``UpTo`` may be widened. The check
-    leaves random states, buffers and tensors closed over as they were, and is skipped where every
-    size from 1 on has a bucket of its own. Modules in training mode that drop values or normalise by their
-    batch are warned of by :class:`GraphplatWarning`.
+    (``graphplat.backends.numerics.TOLERANCES``, by the least precise type among example and parameters;
+    float32 counts as float16 where it may be multiplied in fewer bits, so on all devices but the CPU). One
+    row is enough; give rows like those to come: what the example's values do not show is not found, nor
+    anything of a function that draws random numbers, nor whether a dimension ``UpTo`` may be widened. The
+    check is skipped where every size from 1 on has a bucket of its own. A function that computes in
+    fewer bits than its tensors have may need ``check=False``. A module in training mode that drops values or
+    normalises by its batch is warned of by :class:`GraphplatWarning`; its buffers are as before afterwards.
 
     Results carry no gradient. A tensor that *function* closes over is read at its address
     of now; give a module, whose parameters and buffers are watched, where they may move.
@@ -69,11 +69,11 @@ def graphed(
     runner.graph_config = GraphConfig(
         decode=PhaseConfig(buckets=None if buckets is None else tuple(buckets), **settings)
     )
-    holdings = Holdings.of(function)
-    with restored(holdings.statistics()):
+    # Set-up runs the function several times, which in training mode may change running statistics.
+    with restored(list(runner.model.buffers()) if runner.model.training else []):
         capture = capture_cuda_graphs(model_runner=runner)
         if check and capture.decode.runner is not None:
-            _check_padding(RowCheck(runner, capture.eager_runner, holdings), capture.decode.runner)
+            _check_padding(RowCheck(runner, capture.eager_runner), capture.decode.runner)
     return Graphed(runner, capture.decode_runner, capture.report)
 
 
@@ -189,8 +189,7 @@ def _check_padding(check: RowCheck, graphs: BaseRunner) -> None:
     except BaseException:
         graphs.release()
         raise
-    training = check.holdings.in_training()
-    if training:
+    if training := in_training(check.runner.model):
         warn(f"graphed() replays modules in training mode: {'; '.join(training)}. Call eval() before")
 
 

@@ -224,10 +224,18 @@ def test_one_row_is_enough_to_see_an_influence(device: torch.device, rows: Rows)
 def test_the_refusal_names_the_output_and_the_modules_in_training_mode(
     device: torch.device, rows: Rows
 ) -> None:
-    """Where the fault lies and what to call is in the message, also for a module closed over."""
-    norm = torch.nn.BatchNorm1d(3, device=device)
+    """Where the fault lies and what to call is in the message."""
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(3)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"y": [self.norm(x)]}
+
     with pytest.raises(CaptureError, match=r"output 'y\[0\]'.*BatchNorm1d 'norm'.*call eval") as caught:
-        graphed(lambda x: {"y": [norm(x)]}, rows(3), buckets=(4,))
+        graphed(Network().to(device), rows(3), buckets=(4,))
     assert (caught.value.field, caught.value.bucket) == ("y[0]", 4)
 
 
@@ -267,36 +275,39 @@ def test_rounding_by_another_number_of_rows_is_no_influence(device: torch.device
     assert call.runner.buckets == (16,)
 
 
-def test_types_within_the_function_count(device: torch.device) -> None:
-    """Inputs and results of 32 bits do not hide that 16 were computed in; that may turn whole numbers too."""
-    torch.manual_seed(3)
-    weight = torch.randn(8, 8, device=device)
+def test_whole_numbers_may_turn_in_few_bits_alone(device: torch.device) -> None:
+    """A near tie that another kernel decides otherwise is no influence in bfloat16, and one in float64."""
 
-    def product(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rounding = 1.001 if x.shape[0] > 2 else 1.0  # as if by another kernel
-        y = (x.bfloat16() @ weight.bfloat16()).float() * rounding
-        return y, (y * 1000).int()
+    def nearest(x: torch.Tensor) -> torch.Tensor:
+        return (x * (1.001 if x.shape[0] > 2 else 1.0)).argmax(-1) + (x.shape[0] > 2)
 
-    assert graphed(product, torch.randn(3, 8, device=device), buckets=(8,)).stats.steps == 0
-    with pytest.raises(CaptureError, match=r"output '\[1\]' differs in whole numbers"):
-        graphed(lambda x: (x, (x * (99 if len(x) > 2 else 98)).int()), torch.ones(3, 8), buckets=(8,))
+    graphed(nearest, torch.ones(3, 8, device=device, dtype=torch.bfloat16), buckets=(8,))
+    if device.type == "cpu":
+        with pytest.raises(CaptureError, match="the output differs in whole numbers"):
+            graphed(nearest, torch.ones(3, 8, dtype=torch.float64), buckets=(8,))
 
 
 def test_a_function_that_draws_is_not_refused_and_draws_as_before(device: torch.device, rows: Rows) -> None:
     """Each run has other numbers, so nothing is compared; random states are what they were."""
-    private = torch.Generator().manual_seed(1)
 
     def draw(x: torch.Tensor) -> torch.Tensor:
-        torch.rand(1, generator=private)
         return torch.nn.functional.dropout(x, 0.1).softmax(0)
 
     example, states = rows(3), []
     for check in (False, True):
         torch.manual_seed(5)
-        private.manual_seed(5)
         graphed(draw, example, buckets=(4,), capture="lazy", check=check)
-        states.append([torch.get_rng_state(), private.get_state(), torch.rand(9, device=device)])
+        states.append([torch.get_rng_state(), torch.rand(9, device=device)])
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
+def test_results_that_differ_from_run_to_run_are_no_evidence(device: torch.device, rows: Rows) -> None:
+    """A function that draws from a generator of its own cannot be checked, and is not refused."""
+    private = torch.Generator().manual_seed(1)
+    call = graphed(
+        lambda x: x * torch.rand(1, generator=private).item(), rows(3), buckets=(4,), capture="lazy"
+    )
+    assert call.stats.steps == 0
 
 
 def test_a_draw_that_came_out_alike_twice_is_no_evidence(device: torch.device, rows: Rows) -> None:
@@ -318,23 +329,17 @@ def test_dropout_in_training_mode_is_warned_of(device: torch.device, rows: Rows)
     graphed(network, rows(3), buckets=(4,))
 
 
-def test_the_check_leaves_no_trace(device: torch.device, rows: Rows) -> None:
-    """Running statistics, and tensors that the function writes to, are as without the check."""
+def test_set_up_leaves_no_trace_in_a_module_in_training_mode(device: torch.device, rows: Rows) -> None:
+    """Running statistics are as before, though the function was run several times; so is the example."""
     network = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)).to(device)
     before = {name: value.clone() for name, value in network.state_dict().items()}
+    example = rows(3)
+    kept = example.clone()
     with pytest.raises(CaptureError):
-        graphed(network, rows(3), buckets=(4,))
+        graphed(network, example, buckets=(4,))
+    graphed(network, example, buckets=(4,), check=False)
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-    totals = []
-    for check in (True, False):
-        total = torch.zeros((), device=device)
-        example = rows(3)
-        kept = example.clone()
-        call = graphed(lambda x: (x.add_(1), total.add_(x.sum()))[0], example, buckets=(4,), check=check)
-        assert torch.equal(example, kept)
-        assert call.stats.steps == 0
-        totals.append(total)
-    assert torch.equal(*totals)
+    assert torch.equal(example, kept)
 
 
 def _minilm_folder() -> Path:
