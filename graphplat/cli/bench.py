@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -82,13 +82,7 @@ def command(
     from graphplat.bench.run import SECTIONS, Bench
 
     wanted = SECTIONS if sections is None else [name.strip() for name in sections.split(",")]
-    if output is not None:
-        check_file(output, "output")
-    if plot is not None:
-        from graphplat.bench.plot import check_plot
-
-        check_plot(wanted, plot)
-        check_file(plot, "plot")
+    _check_files(wanted, output, plot)
     bench = Bench(
         device=device,
         model=model,
@@ -104,6 +98,17 @@ def command(
         each=each,
     )
     _run(bench, json=json, output=output, plot=plot)
+
+
+def _check_files(sections: Sequence[str], output: Path | None, plot: Path | None) -> None:
+    """Raise :class:`ConfigError` for what could not be written once all is measured."""
+    if output is not None:
+        check_file(output, "output")
+    if plot is not None:
+        from graphplat.bench.plot import check_plot
+
+        check_plot(sections, plot)
+        check_file(plot, "plot")
 
 
 def _run(bench: Bench, *, json: bool, output: Path | None, plot: Path | None) -> None:
