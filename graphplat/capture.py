@@ -75,23 +75,11 @@ def capture_cuda_graphs(
     )
     context = eager_runner.context
     context.hooks, context.shared_output = hooks, shared_output
-    with context.together("the set-up"):
-        # Refused before anything is allocated, and nothing is allocated for what was refused.
-        refused = {phase: _refusal(context, phase) for phase in Phase}
-        if context.peers is not None:
-            _compare_ranks(context, refused, capture_decode_cuda_graph)
-        eager_runner.warm_up([phase for phase in Phase if refused[phase] is None])
-        prefill_runner = capture_prefill_graph(model_runner=model_runner, eager_runner=eager_runner)
-        if capture_decode_cuda_graph:
-            decode = capture_decode_graph(model_runner=model_runner, eager_runner=eager_runner)
-        else:
-            why = "the draft runner captures its own decode graphs"
-            _leave_eager(context, Phase.DECODE, Reason.DRAFT_RUNNER, why)
-            decode = DecodeGraphCapture(runner=eager_runner, graph_mem_usage=0)
-        context.forward_hooks.register()
-        _preallocate_symmetric_memory(context)
-    if model_runner.canary_manager is not None and not model_runner.is_draft_worker:
-        model_runner.canary_manager.mark_init_finished()
+    try:
+        prefill_runner, decode = _set_up(eager_runner, model_runner, decode=capture_decode_cuda_graph)
+    except BaseException as error:
+        _abandon(context, error)
+        raise
     report = CaptureReport(
         platform=resolution.platform.name,
         device=str(model_runner.device),
@@ -106,6 +94,41 @@ def capture_cuda_graphs(
     return CudaGraphsCapture(
         eager_runner=eager_runner, prefill_runner=prefill_runner, decode=decode, report=report
     )
+
+
+def _set_up(
+    eager_runner: EagerRunner, model_runner: ModelRunner, *, decode: bool
+) -> tuple[BaseRunner, DecodeGraphCapture]:
+    """Every step after the eager runner, in order."""
+    context = eager_runner.context
+    with context.together("the set-up"):
+        # Refused before anything is allocated, and nothing is allocated for what was refused.
+        refused = {phase: _refusal(context, phase) for phase in Phase}
+        if context.peers is not None:
+            _compare_ranks(context, refused, decode)
+        eager_runner.warm_up([phase for phase in Phase if refused[phase] is None])
+        prefill_runner = capture_prefill_graph(model_runner=model_runner, eager_runner=eager_runner)
+        if decode:
+            captured = capture_decode_graph(model_runner=model_runner, eager_runner=eager_runner)
+        else:
+            why = "the draft runner captures its own decode graphs"
+            _leave_eager(context, Phase.DECODE, Reason.DRAFT_RUNNER, why)
+            captured = DecodeGraphCapture(runner=eager_runner, graph_mem_usage=0)
+        context.forward_hooks.register()
+        _preallocate_symmetric_memory(context)
+    if model_runner.canary_manager is not None and not model_runner.is_draft_worker:
+        model_runner.canary_manager.mark_init_finished()
+    return prefill_runner, captured
+
+
+def _abandon(context: RunnerContext, error: BaseException) -> None:
+    """Leave no forward hook on and no graph alive after a set-up that ended in *error*."""
+    context.forward_hooks.remove()
+    for runner in context.runners:
+        try:
+            runner.release()
+        except Exception as cleanup:  # noqa: BLE001 - the first error is the one to report
+            error.add_note(f"releasing {runner.phase} graphs failed too: {type(cleanup).__name__}: {cleanup}")
 
 
 def capture_prefill_graph(*, model_runner: ModelRunner, eager_runner: EagerRunner) -> BaseRunner:

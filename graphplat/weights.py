@@ -20,20 +20,35 @@ _plain: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _size: Callable[[torch.Tensor], Any] = torch.Tensor.size
 _stride: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 _dtype: Callable[[torch.Tensor], Any] = operator.attrgetter("dtype")
+_SPARSE = {
+    "crow_indices": (torch.sparse_csr, torch.sparse_bsr),
+    "ccol_indices": (torch.sparse_csc, torch.sparse_bsc),
+    "col_indices": (torch.sparse_csr, torch.sparse_bsr),
+    "row_indices": (torch.sparse_csc, torch.sparse_bsc),
+    "values": (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc),
+    "_indices": (torch.sparse_coo,),
+    "_values": (torch.sparse_coo,),
+}
+"""The parts of sparse tensors by the layouts that have them; the public ones refuse an uncoalesced tensor."""
 _AT_ONCE = 8
 _FEW = 64
 
 
 def _address(tensor: torch.Tensor) -> Address:
-    """Where *tensor* lies; of one that wraps others, as quantized weights do, where each of those lies."""
+    """Where *tensor* lies; of one made of others, as quantized and sparse ones are, where each of those lies."""
     if type(tensor) is not torch.Tensor and hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return tuple(_address(getattr(tensor, name)) for name in names)
+    if tensor.layout is not torch.strided:
+        return tuple(
+            getattr(tensor, part)().data_ptr() for part, at in _SPARSE.items() if tensor.layout in at
+        )
     return tensor.data_ptr()
 
 
 def _describe(tensor: torch.Tensor) -> Described:
-    return _address(tensor), tensor.shape, tensor.stride(), tensor.dtype
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return _address(tensor), tensor.shape, strides, tensor.dtype
 
 
 def _numbers(address: Address) -> Iterator[int]:
@@ -90,7 +105,11 @@ class WeightWatch:
         self._others = tuple(holder for holder in holders if not isinstance(holder, dict))
         self._held = self._read()
         self._live = [held for held in self._held if isinstance(held, torch.Tensor)]
-        plain = [held for held in self._live if not hasattr(type(held), "__tensor_flatten__")]
+        plain = [
+            held
+            for held in self._live
+            if held.layout is torch.strided and not hasattr(type(held), "__tensor_flatten__")
+        ]
         usual = all(type(held).data_ptr is torch.Tensor.data_ptr for held in self._live)
         self._locate = _plain if usual and len(plain) == len(self._live) else _address
         self._pointers = list(map(self._locate, self._live))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ from graphplat import (
     hookimpl,
     registry,
 )
+from graphplat.backends import CaptureBackend
 from graphplat.errors import ContractError, PluginError
 from graphplat.outputs import GraphSharedOutput
 from graphplat.recorded import RecordedGraph, RecordedPool
@@ -428,6 +430,46 @@ def test_a_forward_hook_is_never_in_a_graph(device: torch.device, when: Any) -> 
         runner.recapture()
     runner.release()
     assert step(2) == 200.0
+
+
+def test_a_second_set_up_puts_no_hook_on_twice(device: torch.device) -> None:
+    """A runtime may be set up again, with or without a release: each eager step calls its hook once."""
+    toy = Recorder(Events(), str(device), enable_symm_mem=False)
+    for _ in range(2):
+        capture = capture_cuda_graphs(model_runner=toy)
+    del capture
+    gc.collect()
+    capture = capture_cuda_graphs(model_runner=toy)
+    assert len(toy.model._forward_hooks) == 1
+    capture.decode_runner.release()
+    capture.prefill_runner.release()
+    assert len(toy.model._forward_hooks) == 1
+
+
+def test_a_set_up_that_fails_leaves_no_hook_and_no_graph(device: torch.device) -> None:
+    """
+    Whatever fails last, the model is as before and no graph is alive; what fails beside it is noted on
+    the error; another set-up then works.
+    """
+    events = Events()
+    toy = Recorder(events, str(device), enable_symm_mem=False)
+    toy.model.register_forward_hook(lambda *_: None)
+    backends: list[Any] = []
+
+    class Unwell:
+        def mark_init_finished(self) -> None:
+            backends.extend(o for o in gc.get_objects() if issubclass(type(o), CaptureBackend))
+            raise OSError("unwell")
+
+    toy.canary_manager = Unwell()
+    with pytest.raises(OSError, match="unwell"):
+        capture_cuda_graphs(model_runner=toy)
+    assert len(toy.model._forward_hooks) == 1
+    assert len(backends) >= 2
+    assert not any(backend.live_graphs for backend in backends)
+    toy.canary_manager = None
+    assert capture_cuda_graphs(model_runner=toy).decode_runner.buckets
+    assert len(toy.model._forward_hooks) == 2
 
 
 def test_nothing_is_written_onto_the_model_runner(device: torch.device) -> None:

@@ -570,3 +570,31 @@ def test_unusual_models_are_captured_and_watched(
     assert caught.value.field == "weight"
     runner.recapture()
     torch.testing.assert_close(runner.execute(decode(3, x=x)), x * 5)
+
+
+SPARSE = {
+    "coo": torch.Tensor.to_sparse,
+    "csr": torch.Tensor.to_sparse_csr,
+    "csc": torch.Tensor.to_sparse_csc,
+    "bsr": lambda dense: dense.to_sparse_bsr((2, 2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize("layout", SPARSE)
+def test_a_sparse_buffer_is_watched_by_its_parts(
+    runtime: Any, decode: Any, rows: Any, device: torch.device, layout: str
+) -> None:
+    """It has no storage of its own: a model with one is captured, and new parts of it are found."""
+    model = torch.nn.Module()
+    model.register_buffer("adjacency", SPARSE[layout](torch.eye(4, device=device)))
+    toy = runtime(
+        lambda batch: batch.inputs["x"] * 2, decode=PhaseConfig(buckets=(4,), weights="raise"), model=model
+    )
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    x = rows(3)
+    assert torch.equal(runner.execute(decode(3, x=x)), x * 2)
+    model.adjacency = SPARSE[layout](torch.ones(4, 4, device=device))
+    with pytest.raises(WeightsMovedError) as caught:
+        runner.execute(decode(3, x=x))
+    assert caught.value.field == "adjacency"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import torch
@@ -31,18 +32,37 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class ForwardHooks:
-    """The runtime's forward hooks, which can be taken off while a graph is recorded."""
+    """The runtime's forward hooks, which can be taken off while a graph is recorded.
 
-    model_runner: ModelRunner
+    All set-ups of one runtime share one, so that a second set-up does not put the hooks on twice.
+    """
+
+    _model_runner: weakref.ref[ModelRunner]
     _handles: list[Any] = attrs.field(factory=list)
     registered: bool = False
 
+    @classmethod
+    def of(cls, model_runner: ModelRunner) -> ForwardHooks:
+        """Those of *model_runner*; they are known as long as it lives, since nothing is written onto it."""
+        found = _hooks_of.get(id(model_runner))
+        if found is None:
+            found = _hooks_of[id(model_runner)] = cls(weakref.ref(model_runner))
+            weakref.finalize(model_runner, _hooks_of.pop, id(model_runner), None).atexit = False
+        return found
+
     def register(self) -> None:
         """Put every hook on, or none: ``AttributeError`` where the model lost the named submodule."""
-        model = self.model_runner.model
-        found = [(model.get_submodule(name), hook) for name, hook in self.model_runner.forward_hooks]
+        model_runner = cast("ModelRunner", self._model_runner())  # alive: a context of it asks
+        found = [(model_runner.model.get_submodule(name), hook) for name, hook in model_runner.forward_hooks]
+        self.remove()
         self._handles = [module.register_forward_hook(hook) for module, hook in found]
         self.registered = True
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.registered = [], False
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -50,13 +70,14 @@ class ForwardHooks:
         if not self.registered:
             yield
             return
-        for handle in self._handles:
-            handle.remove()
-        self.registered = False  # a suspension inside this one must not put them back on
+        self.remove()  # a suspension inside this one finds none and puts none back on
         try:
             yield
         finally:
             self.register()
+
+
+_hooks_of: dict[int, ForwardHooks] = {}
 
 
 @attrs.define(eq=False)
@@ -100,7 +121,7 @@ class RunnerContext:
             platform,
             model_runner,
             StaticArena(platform, model_runner.device),
-            ForwardHooks(model_runner),
+            ForwardHooks.of(model_runner),
             GraphSharedOutput(),
             peers=None if group is None else PeerAgreement(group),
         )
