@@ -545,6 +545,25 @@ def test_rows_behind_an_argument_written_in_place_are_zero(runtime, decode, rows
         assert torch.equal(found["total"], (x * 2).sum(0))
 
 
+def test_padded_rows_are_fill_again_where_a_body_writes_its_input_at_replays_alone(runtime, decode, rows):
+    """What a body does to an input only for some live batches reaches no padded row of the next step."""
+    seen = []
+
+    @eager_on_graph
+    def shift(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.clone())
+        if live_batch().num_requests == 3:
+            x.add_(1)
+        return x + 0
+
+    runner = captured(runtime, lambda batch: shift(batch.inputs["x"]) * 2, buckets=(4,))
+    for _ in range(3):
+        x = rows(3)
+        seen.clear()
+        assert torch.equal(runner.execute(decode(3, x=x)), (x + 1) * 2)
+        assert torch.equal(seen[0][3], torch.zeros_like(x[0]))
+
+
 def test_rows_of_nothing_are_refused_at_capture(runtime):
     """A body with ``rows`` that neither returns a tensor nor names one it writes fails, with the remedy."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 import torch
 
-from graphplat import breaks
+from graphplat import breaks, tree
 from graphplat.backends.base import CaptureBackend, CapturedShape
 from graphplat.backends.bridge import Bridges, EagerPart
 from graphplat.backends.full import abandon
@@ -60,6 +60,12 @@ class BreakableBackend(CaptureBackend):
         finally:
             self.bridges.next_break()
         return recorder.segments, placed
+
+    def exposes_inputs(self, shape_key: ShapeKey) -> bool:
+        """Eager parts may write to what they are given, at some replays and not at others."""
+        parts = self.captured[shape_key].recording.parts
+        given = (leaf for part in parts for _, leaf in tree.walk((part.args, part.kwargs)))
+        return any(map(self.context.arena.holds, given))
 
     def _launcher(self, captured: CapturedShape) -> Callable[[ForwardBatch | None], None]:
         steps = captured.recording.steps

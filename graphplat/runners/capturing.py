@@ -205,7 +205,7 @@ def _capture(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, CapturedS
     if runner.context.peers is not None:
         captured = attrs.evolve(captured, bytes=cost.bytes)
         runner.backend.captured[key] = captured
-    inputs.volatile = runner.context.arena.writes != writes
+    inputs.volatile = runner.context.arena.writes != writes or runner.backend.exposes_inputs(key)
     return inputs, captured, installed_on(batch)
 
 
