@@ -35,7 +35,7 @@ _FEW = 64
 
 
 def _address(tensor: torch.Tensor) -> Address:
-    """Where *tensor* lies; of one made of others, as quantized and sparse ones are, where each of those lies."""
+    """Where *tensor* lies; of one made of others, as quantized and sparse ones are, where each of them is."""
     if type(tensor) is not torch.Tensor and hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return tuple(_address(getattr(tensor, name)) for name in names)
