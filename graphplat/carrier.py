@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 def carrier_of(group: ProcessGroup) -> ProcessGroup:
     """A gloo group of the same ranks, or *group* itself where torch knows none for it.
 
-    A message waits longer than the group does: a peer may come late from a collective that timed out.
+    A message waits for twice the timeout of *group* and 5 seconds, since a peer may come late from a
+    collective that timed out; the first one, which finds the peers through torch's store, a moment longer.
+    Where *group* itself carries messages, they wait as long as it does; where torch does not tell its
+    timeout, torch's default of 30 minutes stands for it.
     """
     distributed = torch.distributed
     try:

@@ -4,10 +4,13 @@ Everything here is one small ``all_reduce`` of the group that the runtime gave, 
 group of the same ranks, so that no agreement ever meets a collective of the forward. A message
 says where its rank is; ranks that meet at different places all raise instead of mixing.
 
-A rank that fails says so once, in place of its next message, and the others raise with it. A rank that
-hangs, or fails in a forward whose collective others wait in, is waited for as long as the
-group's timeout allows. torch breaks a gloo group off once a collective of it has timed out: what
-follows in that group fails at once, and only new process groups help.
+A rank that fails in a capture, or refuses its batch, says so once, in place of its next message, and the
+others raise with it; one that waits in a collective of the forward does so for as long as that
+collective's group allows. A rank that hangs, or fails elsewhere (before or after the set-up, as old graphs
+are destroyed before a capture, in the replay or eager run of a step), tells nobody: in their next message
+the others wait for it as long as :func:`~graphplat.carrier.carrier_of` says. torch breaks a gloo group off
+once a collective of it has timed out: what follows in that group fails at once, and only new process groups
+help.
 """
 
 from __future__ import annotations

@@ -14,6 +14,12 @@ PAGE = (ROOT / "docs" / "guarantees.md").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))
 ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if re.match(r"\| \S+/\S+#\d", line)]
 
+UNREPORTED = {
+    ("test_host_batches.py", "test_memory_is_pinned_for_the_first_host_batch"),
+    ("test_lifetime.py", "test_what_libraries_let_go_of_hides_nothing_that_a_forward_keeps"),
+}
+"""Tests of the cases that name no public report."""
+
 
 @functools.cache
 def docstrings(path):
@@ -69,3 +75,15 @@ def test_every_guard_of_the_cases_is_in_the_table():
             assert {number for _, number in reports(text)} <= {number for _, number in told}, (
                 f"{path.name}::{name}"
             )
+
+
+def test_every_test_of_the_cases_names_a_report():
+    """
+    A test of the cases says in full, as owner/repository#number, which report it would have caught.
+    """
+    silent = set()
+    for path in sorted((ROOT / "tests" / "cases").glob("test_*.py")):
+        for name, text in docstrings(path.relative_to(ROOT)).items():
+            if not re.search(r"[\w.-]+/[\w.-]+#\d+", text):
+                silent.add((path.name, name))
+    assert silent == UNREPORTED

@@ -67,7 +67,10 @@ def test_a_budget_keeps_what_saves_most(rig, rows):
 
 
 def test_a_budget_for_nothing_means_eager(rig, rows):
-    """Too little for any graph is a warning and eager steps, never an error; nothing stays allocated."""
+    """
+    Guards against vllm-project/vllm#57475: too little for any graph is a warning and eager steps, never an
+    error; nothing stays allocated.
+    """
     known(rig)
     with pytest.warns(GraphplatWarning, match="too little memory for 3 of 3"):
         runner = rig.start(wide(rig), buckets=(4, 8, 16), memory_budget_gb=1e-9)
@@ -81,7 +84,10 @@ def test_a_budget_for_nothing_means_eager(rig, rows):
 
 
 def test_the_memory_of_what_did_not_fit_goes_back(sim, rig, rows):
-    """By the device's own counters: after the choice, graphs hold no more than the budget."""
+    """
+    Guards against vllm-project/vllm#57475: by the device's own counters, graphs hold no more than the budget
+    after the choice.
+    """
     known(rig)
     for _ in range(2):
         rig.start(wide(rig), buckets=(4, 8, 16))
@@ -107,7 +113,10 @@ def test_the_estimate_stands_beside_the_measurement(rig):
 
 
 def test_there_is_no_estimate_where_nothing_is_known(rig):
-    """A platform that cannot say what a graph takes has none."""
+    """
+    Guards against vllm-project/vllm#53013: a platform that cannot say what a graph takes has no estimate, not
+    a wrong one.
+    """
     if rig.device.type == "cpu" or rig.platform.capabilities.memory_counters:
         pytest.skip("this platform can say")
     rig.start(wide(rig))

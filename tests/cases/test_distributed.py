@@ -116,9 +116,9 @@ def paths(answers, field="steps"):
 
 def test_ranks_take_the_bucket_of_the_largest(both):
     """
-    Guards against vllm#25906, sglang#37933 and sglang#5527: sizes (3, 8), (0, 8) and (8, too large) run the
-    same path on both ranks and equal eager; a rank without work replays a padded graph, or runs
-    eagerly with zero rows.
+    Guards against vllm-project/vllm#25906, sgl-project/sglang#37933 and sgl-project/sglang#5527: sizes
+    (3, 8), (0, 8) and (8, too large) run the same path on both ranks and equal eager; a rank without work
+    replays a padded graph, or runs eagerly with zero rows.
     """
     answers = both("sizes")
     assert paths(answers) == [8, 4, 8, None, 2, None, None]
@@ -131,14 +131,17 @@ def test_ranks_take_the_bucket_of_the_largest(both):
 
 def test_padding_is_judged_by_the_largest_rank(both):
     """
-    Guards against sglang#5527 and #6092: a rank with few tokens does not make all run eagerly for its
-    own padding; where the largest rank would waste too much, all do.
+    Guards against sgl-project/sglang#5527 and #6092: a rank with few tokens does not make all run eagerly for
+    its own padding; where the largest rank would waste too much, all do.
     """
     assert paths(both("prefill")) == [64, 64, 8, None]
 
 
 def test_ranks_that_ask_for_different_variants_run_eagerly(both):
-    """Guards against vllm#25906: never two different graphs with collectives inside; an idle rank follows."""
+    """
+    Guards against vllm-project/vllm#25906: never two different graphs with collectives inside; an idle rank
+    follows.
+    """
     answers = both("variants")
     assert paths(answers) == [2, 2, None, None]
     assert {answer["steps"][3]["reason"] for answer in answers} == {"peer_rank_eager"}
@@ -146,12 +149,18 @@ def test_ranks_that_ask_for_different_variants_run_eagerly(both):
 
 
 def test_ranks_that_differ_in_host_values_run_eagerly(both):
-    """Host values choose the graph: different ones, or one nobody captured, make all ranks run eagerly."""
+    """
+    Guards against vllm-project/vllm#25906: host values choose the graph; different ones, or one nobody
+    captured, make all ranks run eagerly.
+    """
     assert paths(both("host_values")) == [2, None, 2, None]
 
 
 def test_an_idle_rank_follows_the_optional_inputs_of_the_others(both):
-    """It has none of them and replays their graph on fill values; ranks with work that differ run eagerly."""
+    """
+    Guards against sgl-project/sglang#37933: an idle rank has none of them and replays the others' graph on
+    fill values; ranks with work that differ run eagerly.
+    """
     answers = both("optional_inputs")
     assert paths(answers) == [2, None]
     assert [answer["idle"] for answer in answers] == [{"bucket": 4, "reason": "", "right": True}] * 2
@@ -159,8 +168,8 @@ def test_an_idle_rank_follows_the_optional_inputs_of_the_others(both):
 
 def test_a_bad_batch_on_one_rank_is_an_error_on_all(both):
     """
-    Guards against vllm#25906: the rank names its field, the others say that a peer refused; the next step is
-    right.
+    Guards against vllm-project/vllm#25906: the rank names its field, the others say that a peer refused; the
+    next step is right.
     """
     answers = both("malformed")
     assert [answer["error"]["type"] for answer in answers] == ["InputError", "ReplayError"]
@@ -180,8 +189,9 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(both):
 )
 def test_a_rank_without_a_batch_is_an_error_on_all(both, scenario, text):
     """
-    Guards against vllm#25906: a rank that passes no batch, or one without inputs or counts, takes part by
-    refusing; the other does not wait for it in a collective, and the next step is right on both.
+    Guards against vllm-project/vllm#25906: a rank that passes no batch, or one without inputs or counts,
+    takes part by refusing; the other does not wait for it in a collective, and the next step is right on
+    both.
     """
     answers = both(scenario)
     assert [answer["error"]["type"] for answer in answers] == ["ReplayError", "InputError"]
@@ -192,7 +202,7 @@ def test_a_rank_without_a_batch_is_an_error_on_all(both, scenario, text):
 
 
 def test_graphs_released_on_one_rank_make_all_run_eagerly(both):
-    """The other rank still has its graphs and does not use them."""
+    """Guards against vllm-project/vllm#25906: the other rank still has its graphs and does not use them."""
     answers = both("released_on_one")
     assert [answer["step"] for answer in answers] == [
         {"bucket": None, "reason": "released", "right": True},
@@ -201,7 +211,10 @@ def test_graphs_released_on_one_rank_make_all_run_eagerly(both):
 
 
 def test_ranks_at_different_places_raise_on_both(both):
-    """One rank that captures again while another takes a step is an error on both, and neither hangs."""
+    """
+    Guards against vllm-project/vllm#25906: one rank that captures again while another takes a step is an
+    error on both, and neither hangs.
+    """
     answers = both("different_methods")
     assert [answer["error"]["type"] for answer in answers] == ["CaptureError", "ReplayError"]
     assert [answer["after"]["type"] for answer in answers] == [None, None]
@@ -213,7 +226,10 @@ def test_ranks_at_different_places_raise_on_both(both):
 
 @pytest.mark.parametrize("scenario", ["live_numbers", "live_numbers_lazy"])
 def test_a_number_that_was_captured_as_another_on_one_rank_makes_all_run_eagerly(both, scenario):
-    """Also where the graph is captured within that step, and where the rank with the number has no work."""
+    """
+    Guards against vllm-project/vllm#25906 and vllm-project/vllm#51119: also where the graph is captured
+    within that step, and where the rank with the number has no work.
+    """
     answers = both(scenario)
     assert paths(answers) == [None, 4, 4, None, None, None]
     reasons = [[step["reason"] for step in answer["steps"]] for answer in answers]
@@ -223,12 +239,18 @@ def test_a_number_that_was_captured_as_another_on_one_rank_makes_all_run_eagerly
 
 
 def test_a_number_must_hold_for_every_graph_that_the_ranks_may_choose(both):
-    """Which bucket it is shows only when all ranks have spoken; ``None`` is as captured in any."""
+    """
+    Guards against vllm-project/vllm#25906 and vllm-project/vllm#51119: which bucket it is shows only when all
+    ranks have spoken; ``None`` is as captured in any.
+    """
     assert paths(both("live_numbers_by_bucket")) == [8, None, None, 4]
 
 
 def test_a_number_is_compared_with_the_graphs_that_a_moved_weight_brings(both):
-    """The ranks agree once more when they have captured anew."""
+    """
+    Guards against vllm-project/vllm#25906 and vllm-project/vllm#51119: the ranks agree once more when they
+    have captured anew.
+    """
     answers = both("live_numbers_captured_anew")
     assert [answer["recaptures"] for answer in answers] == [1, 1]
     assert paths(answers) == [None, 4]
@@ -237,7 +259,10 @@ def test_a_number_is_compared_with_the_graphs_that_a_moved_weight_brings(both):
 
 @pytest.mark.parametrize("scenario", ["live_tensors", "live_tensors_lazy"])
 def test_a_tensor_that_the_graph_of_one_rank_does_not_read_is_an_error_on_all(both, scenario):
-    """The rank names its field, the other that a rank refused; the next step replays on both."""
+    """
+    Guards against vllm-project/vllm#25906 and vllm-project/vllm#51119: the rank names its field, the other
+    that a rank refused; the next step replays on both.
+    """
     answers = both(scenario)
     assert [answer["error"]["type"] for answer in answers] == ["ReplayError", "InputError"]
     assert "'global_num_tokens_gpu'" in answers[1]["error"]["text"]
@@ -249,7 +274,10 @@ def test_a_tensor_that_the_graph_of_one_rank_does_not_read_is_an_error_on_all(bo
 
 
 def test_weights_moved_on_one_rank_are_captured_again_on_all(both):
-    """The rank whose weights stayed records again too, since a capture runs collectives."""
+    """
+    Guards against vllm-project/vllm#25906 and vllm-project/vllm-ascend#7473: the rank whose weights stayed
+    records again too, since a capture runs collectives.
+    """
     answers = both("moved_recapture")
     assert [answer["recaptures"] for answer in answers] == [1, 1]
     assert [answer["last"]["bucket"] for answer in answers] == [4, 4]
@@ -257,13 +285,19 @@ def test_weights_moved_on_one_rank_are_captured_again_on_all(both):
 
 
 def test_weights_moved_on_one_rank_make_all_run_eagerly(both):
-    """weights="eager" on the rank that moved is eager on all."""
+    """
+    Guards against vllm-project/vllm#25906 and vllm-project/vllm-ascend#7473: weights="eager" on the rank that
+    moved is eager on all.
+    """
     reasons = [answer["last"]["reason"] for answer in both("moved_eager")]
     assert reasons == ["peer_rank_eager", "weights_moved"]
 
 
 def test_weights_moved_on_one_rank_raise_on_all(both):
-    """weights="raise": the rank names the weight, the others that a rank refused."""
+    """
+    Guards against vllm-project/vllm#25906 and vllm-project/vllm-ascend#7473: under weights="raise" the rank
+    names the weight, the others that a rank refused.
+    """
     errors = [answer["error"]["type"] for answer in both("moved_raise")]
     assert errors == ["ReplayError", "WeightsMovedError"]
 
@@ -273,14 +307,20 @@ def test_weights_moved_on_one_rank_raise_on_all(both):
 
 @pytest.mark.parametrize("scenario", ["different_buckets", "different_policies", "one_disabled"])
 def test_different_settings_are_an_error_on_all_ranks(both, scenario):
-    """Guards against vllm#25906: what the ranks are about to capture is compared before anything runs."""
+    """
+    Guards against vllm-project/vllm#25906: what the ranks are about to capture is compared before anything
+    runs.
+    """
     for answer in both(scenario):
         assert answer["error"]["type"] == "CaptureError"
         assert "ranks differ" in answer["error"]["text"]
 
 
 def test_a_bucket_that_fails_on_one_rank_is_dropped_on_all(both):
-    """on_failure="eager": both run that bucket eagerly and replay the others; a new capture has it again."""
+    """
+    Guards against vllm-project/vllm#25906 and NVIDIA/cuopt#1253: under on_failure="eager" both run that
+    bucket eagerly and replay the others; a new capture has it again.
+    """
     answers = both("fails_after_collective_eager")
     assert paths(answers) == [None, 8, 2]
     for answer in answers:
@@ -291,7 +331,10 @@ def test_a_bucket_that_fails_on_one_rank_is_dropped_on_all(both):
 
 
 def test_a_bucket_that_fails_on_one_rank_raises_on_all(both):
-    """on_failure="raise": each rank raises, the failing one its own error, chained."""
+    """
+    Guards against vllm-project/vllm#25906: under on_failure="raise" each rank raises, the failing one its own
+    error, chained.
+    """
     first, second = (answer["error"] for answer in both("fails_after_collective_raise"))
     assert (first["type"], second["type"]) == ("CaptureError", "CaptureError")
     assert "a peer rank failed" in first["text"]
@@ -299,7 +342,10 @@ def test_a_bucket_that_fails_on_one_rank_raises_on_all(both):
 
 
 def test_memory_that_runs_out_on_one_rank_drops_the_bucket_on_all(both):
-    """Both say so, both keep the other buckets, also under on_failure="raise"."""
+    """
+    Guards against vllm-project/vllm#25906 and vllm-project/vllm#57475: both say so, both keep the other
+    buckets, also under on_failure="raise".
+    """
     answers = both("out_of_memory_on_one")
     for answer in answers:
         assert [skip[:2] for skip in answer["skipped"]] == [["out_of_memory", 4]]
@@ -307,7 +353,10 @@ def test_memory_that_runs_out_on_one_rank_drops_the_bucket_on_all(both):
 
 
 def test_an_interrupted_rank_does_not_wait_and_stops_the_others(both):
-    """A KeyboardInterrupt passes on its rank; the other raises, whatever its policy."""
+    """
+    Guards against vllm-project/vllm#25906 and pytorch/pytorch#190308: a KeyboardInterrupt passes on its rank;
+    the other raises, whatever its policy.
+    """
     first, second = (answer["error"] for answer in both("interrupted"))
     assert second["type"] == "KeyboardInterrupt"
     assert first["type"] == "CaptureError"
@@ -315,7 +364,10 @@ def test_an_interrupted_rank_does_not_wait_and_stops_the_others(both):
 
 
 def test_a_preparation_that_fails_on_one_rank_drops_the_bucket_on_all(both):
-    """It fails before the collectives of the warm-up, which the other rank then does not start."""
+    """
+    Guards against vllm-project/vllm#25906: the preparation fails before the collectives of the warm-up,
+    which the other rank then does not start.
+    """
     answers = both("prepare_fails")
     assert paths(answers) == [4, None]
     assert [answer["skipped"] for answer in answers] == [[["capture_failed", 8]]] * 2
@@ -325,7 +377,10 @@ def test_a_preparation_that_fails_on_one_rank_drops_the_bucket_on_all(both):
 def test_a_rank_that_fails_before_a_collective_holds_the_others_no_longer_than_the_group_allows(
     both, scenario
 ):
-    """The waiting rank gets a CaptureError chained to the group's timeout; the group is broken afterwards."""
+    """
+    Guards against vllm-project/vllm#25906: the waiting rank gets a CaptureError chained to the group's
+    timeout; the group is broken afterwards.
+    """
     answers = both(scenario, timeout=3)
     first, second = (answer["error"] for answer in answers)
     assert (first["type"], second["type"]) == ("CaptureError", "CaptureError")
@@ -337,7 +392,10 @@ def test_a_rank_that_fails_before_a_collective_holds_the_others_no_longer_than_t
 
 
 def test_a_rank_that_never_comes_is_an_error_in_time(both):
-    """The rank that waits for it gets a CaptureError chained to torch's own."""
+    """
+    Guards against vllm-project/vllm#25906: the rank that waits for it gets a CaptureError chained to torch's
+    own.
+    """
     error = both("broken_plan", timeout=2)[1]["error"]
     assert error["type"] == "CaptureError"
     assert "could not agree" in error["text"]
@@ -346,8 +404,8 @@ def test_a_rank_that_never_comes_is_an_error_in_time(both):
 
 def test_lazy_captures_are_agreed(both):
     """
-    Both ranks capture when either needs it, an idle one too; a bucket that fails on one runs eagerly on
-    both.
+    Guards against vllm-project/vllm#25906 and sgl-project/sglang#37933: both ranks capture when either needs
+    it, an idle one too; a bucket that fails on one runs eagerly on both.
     """
     answers = both("lazy")
     assert paths(answers) == [8, 2, None, None, 8]
@@ -356,14 +414,17 @@ def test_lazy_captures_are_agreed(both):
 
 
 def test_a_lazy_capture_that_fails_raises_on_all_ranks_and_can_be_retried(both):
-    """Under on_failure="raise" the step fails on both, and the next one captures."""
+    """
+    Guards against vllm-project/vllm#25906 and NVIDIA/cuopt#1253: under on_failure="raise" the step fails on
+    both, and the next one captures.
+    """
     answers = both("lazy_raises")
     assert [answer["error"]["type"] for answer in answers] == ["CaptureError", "CaptureError"]
     assert [answer["step"] for answer in answers] == [{"bucket": 4, "reason": "", "right": True}] * 2
 
 
 def test_a_budget_keeps_the_same_buckets_on_all_ranks(both):
-    """What counts is the largest measurement of any rank."""
+    """Guards against vllm-project/vllm#25906: what counts is the largest measurement of any rank."""
     answers = both("budget")
     assert answers[0]["buckets"] == answers[1]["buckets"]
     assert answers[0]["bytes"] == answers[1]["bytes"]

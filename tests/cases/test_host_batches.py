@@ -97,8 +97,8 @@ def fail(monkeypatch, platform, name, nth):
 
 def test_sizes_that_shrink_leave_no_row_behind(rig, queue):
     """
-    A place of the ring that held a larger batch is sent with fill values beyond the smaller one, turn after
-    turn, whether the device runs at once or lags.
+    Guards against sgl-project/sglang#10892: a place of the ring that held a larger batch is sent with fill
+    values beyond the smaller one, turn after turn, whether the device runs at once or lags.
     """
     runner = start(rig)
     steps = Steps(rig, runner)
@@ -109,7 +109,10 @@ def test_sizes_that_shrink_leave_no_row_behind(rig, queue):
 
 
 def test_requests_and_tokens_shrink_apart(rig, runtime, device, queue):
-    """Where one count grows and the other shrinks, rows of the latter leave nothing behind either."""
+    """
+    Guards against sgl-project/sglang#10892 and vllm-project/vllm-ascend#3909: where one count grows and the
+    other shrinks, rows of the latter leave nothing behind either.
+    """
     if rig.phase is Phase.DECODE:
         pytest.skip("decode has a fixed number of tokens for each request")
 
@@ -146,8 +149,9 @@ def test_requests_and_tokens_shrink_apart(rig, runtime, device, queue):
 @pytest.mark.parametrize("name", ["record_event", "synchronize_event"])
 def test_a_fence_that_fails_once_costs_one_step(rig, queue, monkeypatch, name, nth):
     """
-    An event that cannot be recorded or waited for is the error of that step; all steps before and after it
-    are right, though the ring goes round often, sizes are mixed and the caller overwrites what it gave.
+    Guards against sgl-project/sglang-omni#1369: an event that cannot be recorded or waited for is the error
+    of that step; all steps before and after it are right, though the ring goes round often, sizes are mixed
+    and the caller overwrites what it gave.
     """
     steps = Steps(rig, start(rig))
     steps.run(SIZES[: SLOTS + 1])
@@ -159,7 +163,10 @@ def test_a_fence_that_fails_once_costs_one_step(rig, queue, monkeypatch, name, n
 
 
 def test_memory_that_the_device_may_still_read_is_kept(rig, queue, monkeypatch):
-    """Where the stream cannot be waited for after a failed fence, the host memory it may read lives on."""
+    """
+    Guards against microsoft/onnxruntime#32121: where the stream cannot be waited for after a failed fence,
+    the host memory it may read lives on.
+    """
     runner = start(rig)
     steps = Steps(rig, runner)
     steps.run(SIZES[:1])
@@ -195,8 +202,8 @@ def test_memory_is_pinned_for_the_first_host_batch(rig, ring, monkeypatch):
 
 def test_where_nothing_can_be_pinned_host_batches_are_right(rig, queue, monkeypatch):
     """
-    Memory that cannot be pinned is no error: batches on the device never notice, and host batches replay with
-    right results, after one warning that says why.
+    Guards against MooreThreads/torch_musa#97: memory that cannot be pinned is no error; batches on the device
+    never notice, and host batches replay with right results, after one warning that says why.
     """
     tried = []
 

@@ -64,8 +64,9 @@ def test_what_a_forward_keeps_at_one_size_survives_replays_of_all_others(rig, ro
 
 def test_what_a_failed_recording_kept_is_warned_of(rig, rows):
     """
-    A recording that fails never runs, so what the forward had kept by then holds no values: the warning says
-    so, and how to have that size run first; then nothing is kept, and every step is right.
+    Guards against huggingface/transformers#30775: a recording that fails never runs, so what the forward had
+    kept by then holds no values; the warning says so, and how to have that size run first. Then nothing is
+    kept, and every step is right.
     """
     forward = KeepsAtFour(rig)
 
@@ -90,8 +91,8 @@ def test_what_a_failed_recording_kept_is_warned_of(rig, rows):
 
 def test_graphs_of_another_phase_are_recorded_anew_beside_it(runtime, device, rows):
     """
-    What decode keeps does not lie where prefill's graphs, recorded before into the same pool, write: those
-    are recorded again, still replay, and leave it alone.
+    Guards against huggingface/transformers#30775: what decode keeps does not lie where prefill's graphs,
+    recorded before into the same pool, write; those are recorded again, still replay, and leave it alone.
     """
     kept = []
 
@@ -138,8 +139,8 @@ def test_graphs_of_another_phase_are_recorded_anew_beside_it(runtime, device, ro
 
 def test_the_first_graph_after_a_failed_one_counts_its_bytes(rig):
     """
-    Where the largest bucket fails, the report counts what the next one takes, not what the failed one gave
-    back meanwhile.
+    Guards against pytorch/pytorch#190308: where the largest bucket fails, the report counts what the next one
+    takes, not what the failed one gave back meanwhile.
     """
     if not rig.platform.capabilities.memory_counters:
         pytest.skip("this platform counts no memory")
@@ -163,8 +164,9 @@ def test_the_first_graph_after_a_failed_one_counts_its_bytes(rig):
 
 def test_workspaces_are_dropped_around_each_recording(rig, rows, monkeypatch):
     """
-    What torch keeps for a math library is dropped right before and right after each recording, never inside
-    one, so that each graph's workspace lies in the graphs' own pool.
+    Guards against pytorch/pytorch#170646 and sgl-project/sglang-omni#579: what torch keeps for a math library
+    is dropped right before and right after each recording, never inside one, so that each graph's workspace
+    lies in the graphs' own pool.
     """
     platform, log = rig.platform, []
     if not isinstance(platform, StreamGraphPlatform):
@@ -190,7 +192,8 @@ def test_workspaces_are_dropped_around_each_recording(rig, rows, monkeypatch):
 @pytest.mark.parametrize("function", ["clear", "of_a_later_release"])
 def test_workspaces_are_dropped_by_the_function_that_the_api_names(function, monkeypatch):
     """
-    The device's API names the function in full; a release without it has no workspaces to drop.
+    Guards against MooreThreads/torch_musa#97: the device's API names the function in full; a release without
+    it has no workspaces to drop.
     """
     called = []
     module = types.ModuleType("blas_of_a_vendor")
@@ -213,8 +216,8 @@ def test_workspaces_are_dropped_by_the_function_that_the_api_names(function, mon
 
 def test_the_bytes_of_a_recording_that_was_thrown_away_count_for_the_next(decode_rig, rows, sim):
     """
-    Where a cold recording fails after it made the pool grow, the one that follows uses that memory and
-    reports it: the report's bytes are the growth of the pool.
+    Guards against pytorch/pytorch#190308: where a cold recording fails after it made the pool grow, the one
+    that follows uses that memory and reports it; the report's bytes are the growth of the pool.
     """
     rig = decode_rig
     if not rig.platform.capabilities.memory_counters:

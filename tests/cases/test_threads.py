@@ -112,7 +112,10 @@ def test_a_runner_replays_while_another_one_captures(rig, rows):
 
 
 def test_a_step_waits_for_the_capture_of_its_own_runner(rig, rows):
-    """A step of the runtime that is being captured is computed afterwards, and both are right."""
+    """
+    Guards against vllm-project/vllm#48053: a step of the runtime that is being captured is computed
+    afterwards, and both are right.
+    """
     inside, order = threading.Event(), []
 
     def forward(batch):
@@ -139,7 +142,10 @@ def test_a_step_waits_for_the_capture_of_its_own_runner(rig, rows):
 
 
 def test_two_runtimes_work_in_two_threads(rig):
-    """Each captures, steps, releases and captures again on its own, and every result is right."""
+    """
+    Guards against vllm-project/vllm#48053: each captures, steps, releases and captures again on its own, and
+    every result is right.
+    """
     gate = threading.Barrier(2)
 
     def work(factor):
