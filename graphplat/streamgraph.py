@@ -67,8 +67,12 @@ class StreamGraphPlatform(Platform, abstract=True):
     @functools.cached_property
     def _clear_workspaces(self) -> Callable[[], object] | None:
         """Frees workspaces; ``None`` where the device keeps none, or its release has no such call."""
-        module, _, function = (self.api.clear_workspaces or "").rpartition(".")
-        return getattr(importlib.import_module(module), function, None) if module else None
+        name, _, function = (self.api.clear_workspaces or "").rpartition(".")
+        try:
+            module = importlib.import_module(name) if name else None
+        except ModuleNotFoundError:
+            return None
+        return getattr(module, function, None)
 
     def _optional(self, name: str, *args: Any, **keywords: Any) -> Any:
         """Call a member that some releases lack; ``None`` where it does."""
