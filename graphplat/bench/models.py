@@ -42,14 +42,9 @@ class Source:
         """Tokens of a request that the model knows positions for; ``None`` where nothing bounds them."""
         if self.path is None:
             return None
-        from transformers import AutoConfig
+        from graphplat.integrations.weights import load_config
 
-        try:
-            folder, extra = self._place()
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, **extra)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"transformers cannot load {self.path}: {error}", field="model") from error
-        found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        found: int | None = getattr(load_config(self.path).get_text_config(), "max_position_embeddings", None)
         return found
 
     def causal_lm(self, *, device: torch.device, dtype: torch.dtype) -> Any:
@@ -58,28 +53,11 @@ class Source:
         Without a tokenizer, since tokens are drawn at random. Raises :class:`ConfigError` for what
         transformers cannot load.
         """
+        from graphplat.integrations.weights import load_causal_lm, random_model
+
         if self.path is None:
-            from graphplat.integrations.weights import random_model
-
             return random_model(device=device, dtype=dtype, shape=self._sizes()).model
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        shown = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        try:
-            folder, extra = self._place()
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **extra)
-        except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-            raise ConfigError(f"transformers cannot load {self.path}: {error}", field="model") from error
-        finally:
-            if shown:
-                logging.enable_progress_bar()
-        return model.to(device).eval()
-
-    def _place(self) -> tuple[Path, dict[str, Any]]:
-        path = Path(self.name)
-        return (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+        return load_causal_lm(self.path, device=device, dtype=dtype)
 
     def _sizes(self) -> dict[str, Any]:
         shape = SHAPES[self.name]

@@ -71,19 +71,38 @@ def load_model(path: Path | None, *, device: torch.device, dtype: torch.dtype) -
             f"no weights: {DEFAULT_DISTRIBUTION} is not installed",
             hint="Install it, give a model path, or ask for random weights",
         )
-    if where.is_dir():
-        folder, extra = where, {}
-    elif where.is_file() and where.suffix == ".gguf":
-        folder, extra = where.parent, {"gguf_file": where.name}
-    else:
-        raise ConfigError(
-            f"{where} is no model", field="model", hint="Give a Hugging Face folder or a .gguf file"
+    folder, extra = _place(where)
+    with _loading(where):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **extra)
+    return LoadedModel(
+        load_causal_lm(where, device=device, dtype=dtype), ChatTokenizer(tokenizer), str(where)
+    )
+
+
+def load_causal_lm(path: Path, *, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model at *path* alone, which needs no tokenizer; raises as :func:`load_model`."""
+    folder, extra = _place(path)
+    with _loading(path):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, **extra
         )
-    try:
-        model, tokenizer = _from_pretrained(folder, extra, dtype)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"transformers cannot load {where}: {error}", field="model") from error
-    return LoadedModel(model.to(device).eval(), ChatTokenizer(tokenizer), str(where))
+    return model.to(device).eval()
+
+
+def load_config(path: Path) -> Any:
+    """The configuration of the model at *path*; raises as :func:`load_model`."""
+    folder, extra = _place(path)
+    with _loading(path):
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **extra)
+
+
+def _place(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder of *path* and what transformers needs to be told beside it."""
+    if path.is_dir():
+        return path, {}
+    if path.is_file() and path.suffix == ".gguf":
+        return path.parent, {"gguf_file": path.name}
+    raise ConfigError(f"{path} is no model", field="model", hint="Give a Hugging Face folder or a .gguf file")
 
 
 def random_model(
@@ -97,13 +116,14 @@ def random_model(
     return LoadedModel(model.to(device, dtype).eval(), ByteTokenizer(), "random weights")
 
 
-def _from_pretrained(folder: Path, extra: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
-    with _silent_bars():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **extra)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, **extra
-        )
-    return model, tokenizer
+@contextlib.contextmanager
+def _loading(path: Path) -> Iterator[None]:
+    """Without progress bars; what transformers cannot read is a :class:`ConfigError`."""
+    try:
+        with _silent_bars():
+            yield
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"transformers cannot load {path}: {error}", field="model") from error
 
 
 @contextlib.contextmanager
