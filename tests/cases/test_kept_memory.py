@@ -189,7 +189,9 @@ def test_workspaces_are_dropped_around_each_recording(rig, rows, monkeypatch):
     assert ("drop", True) not in log
 
 
-@pytest.mark.parametrize("function", ["clear", "of_a_later_release"])
+@pytest.mark.parametrize(
+    "function", ["blas_of_a_vendor.clear", "blas_of_a_vendor.of_a_later_release", "moved_elsewhere.clear"]
+)
 def test_workspaces_are_dropped_by_the_function_that_the_api_names(function, monkeypatch):
     """
     Guards against MooreThreads/torch_musa#97: the device's API names the function in full; a release without
@@ -203,15 +205,13 @@ def test_workspaces_are_dropped_by_the_function_that_the_api_names(function, mon
     class Vendor(StreamGraphPlatform):
         name = device_type = "vendor"
         capabilities = PlatformCapabilities(graph_capture=True)
-        api = StreamGraphApi(
-            module="vendor", graph_class="Graph", clear_workspaces=f"blas_of_a_vendor.{function}"
-        )
+        api = StreamGraphApi(module="vendor", graph_class="Graph", clear_workspaces=function)
 
         def is_out_of_tree(self):
             return True
 
     Vendor().drop_workspaces()
-    assert called == [True] * (function == "clear")
+    assert called == [True] * (function == "blas_of_a_vendor.clear")
 
 
 def test_the_bytes_of_a_recording_that_was_thrown_away_count_for_the_next(decode_rig, rows, sim):
