@@ -23,7 +23,7 @@ def decide_with_peers(
 ) -> tuple[ForwardBatch, CheckedBatch, Decision]:
     """Agree with all ranks; every rank reaches the collective, also with a bad batch.
 
-    Gives the batch too, taken out of the static buffers, since any rank may make all of them capture.
+    Gives the batch too, with copies of its tensors where all ranks capture first.
 
     A rank without work takes the others' size and family, so that it replays the same graph. Ranks that
     ask for different families run eagerly, all of them. Raises what :meth:`PeerAgreement.step` raises.
@@ -32,9 +32,6 @@ def decide_with_peers(
     where = f"a {runner.phase} step"
     try:
         checked = runner.checker.check(batch)
-        if any(map(runner.context.arena.holds, checked.leaves.values())):
-            batch = runner.out_of_buffers(batch)
-            checked = runner.checker.check(batch)
         size = runner.size_of(batch)
         own = _own_part(runner, batch, checked, size)
         family = own if isinstance(own, tuple) else None
@@ -51,7 +48,18 @@ def decide_with_peers(
     can_graph = not isinstance(own, Decision)
     held = (len(runner.entries) << 20) + len(runner.missing)
     agreed = peers.step(size, index, held, can_graph=can_graph, moved=moved is not None, where=where)
-    return batch, checked, _common(runner, batch, own, agreed)
+    against = _against(own, agreed)
+    if against is not None:
+        return batch, checked, against
+    family = runner.families[cast("int", agreed.family)]
+    decision = None if agreed.any_moved else deciding.find(runner, agreed.size, family)
+    if decision is None or not (decision.key is None or decision.key in runner.entries):
+        with runner.context.together(f"{where}, before a capture"):
+            batch, checked = deciding.set_apart(runner, batch)
+    if decision is None:
+        deciding.recapture(runner)
+        decision = confirm(runner, batch, deciding.find(runner, agreed.size, family))
+    return batch, checked, decision
 
 
 def _reachable(runner: GraphRunner, size: int, family: Family | None) -> Iterator[Entry]:
@@ -61,10 +69,8 @@ def _reachable(runner: GraphRunner, size: int, family: Family | None) -> Iterato
             yield entry
 
 
-def _common(
-    runner: GraphRunner, batch: ForwardBatch, own: Family | Decision | None, agreed: Step
-) -> Decision:
-    """What all ranks do, given this one's own part; captures anew where a weight moved on any."""
+def _against(own: Family | Decision | None, agreed: Step) -> Decision | None:
+    """Why all ranks run eagerly, given this one's own part; ``None`` where they replay, or capture."""
     if isinstance(own, Decision):
         return own
     if not agreed.all_graph:
@@ -76,10 +82,7 @@ def _common(
     if not agreed.same_graphs:
         detail = "ranks hold different graphs: call recapture() on all of them"
         return Decision(reason=Reason.PEER_RANK_EAGER, detail=detail)
-    if agreed.any_moved:
-        deciding.recapture(runner)
-    decision = deciding.find(runner, agreed.size, runner.families[agreed.family])
-    return confirm(runner, batch, decision) if agreed.any_moved else decision
+    return None
 
 
 def confirm(runner: GraphRunner, batch: ForwardBatch, decision: Decision) -> Decision:

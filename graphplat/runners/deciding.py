@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from graphplat import buckets as ladders
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.errors import InputError, ReplayError, WeightsMovedError
+from graphplat.outputs import copy_output
 from graphplat.report import Decision, Reason
 from graphplat.runners.entry import refuse_live
 
@@ -46,6 +48,39 @@ def decide(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch, size
     """What to do with *batch*, as far as this rank alone knows."""
     family = wanted(runner, batch, checked, size)
     return family if isinstance(family, Decision) else find(runner, size, family)
+
+
+def decide_alone(runner: GraphRunner, batch: ForwardBatch) -> tuple[ForwardBatch, CheckedBatch, Decision]:
+    """Check *batch*, and decide for this process alone; captures anew where a weight moved.
+
+    Gives the batch too, with copies of its tensors where a capture comes first. Raises :class:`InputError`,
+    :class:`WeightsMovedError`, or what a new capture raises.
+    """
+    checked = runner.checker.check(batch)
+    decision = decide(runner, batch, checked, runner.size_of(batch))
+    if decision.key is None:
+        return batch, checked, decision
+    moved = moved_weights(runner)
+    if moved is not None and runner.config.weights != "recapture":
+        return batch, checked, policy(runner, moved)
+    if moved is not None or decision.key not in runner.entries:
+        batch, checked = set_apart(runner, batch)
+    if moved is not None:
+        recapture(runner)
+        decision = find(runner, decision.key.size, decision.key.family)
+    return batch, checked, check_live(runner, batch, decision)
+
+
+def set_apart(runner: GraphRunner, batch: ForwardBatch) -> tuple[ForwardBatch, CheckedBatch]:
+    """*batch* with copies of its tensors, checked.
+
+    A capture runs the forward, which writes to the static buffers and to whatever a result given as a view
+    lies in: a batch made of either must be out of there before.
+    """
+    taken = copy.copy(batch)
+    with torch.no_grad():
+        taken.inputs = copy_output(batch.inputs)
+    return taken, runner.checker.check(taken)
 
 
 def wanted(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch, size: int) -> Family | Decision:
@@ -185,21 +220,6 @@ def host_values(runner: GraphRunner, key: ShapeKey, checked: CheckedBatch) -> di
     return values
 
 
-def check_weights(runner: GraphRunner, decision: Decision) -> Decision:
-    """*decision*, unless a weight moved since capture: then what the settings say.
-
-    Raises :class:`WeightsMovedError`, or what a new capture raises.
-    """
-    moved = moved_weights(runner)
-    if moved is None:
-        return decision
-    if runner.config.weights != "recapture":
-        return policy(runner, moved)
-    recapture(runner)
-    key = cast("ShapeKey", decision.key)
-    return find(runner, key.size, key.family)
-
-
 def moved_weights(runner: GraphRunner) -> str | None:
     """What the graphs of *runner* have baked in and lies elsewhere now, if that is watched."""
     # Without a graph nothing has baked in an address.
@@ -224,10 +244,3 @@ def recapture(runner: GraphRunner) -> None:
     """Capture anew, counted."""
     runner.stats.recaptures += 1
     runner.recapture()
-
-
-def would_lose(runner: GraphRunner, checked: CheckedBatch, key: ShapeKey) -> bool:
-    """Whether the batch lies in the static buffers, and a capture in *key* comes first and fills them."""
-    return any(map(runner.context.arena.holds, checked.leaves.values())) and (
-        key not in runner.entries or (runner.config.weights == "recapture" and bool(runner.watch.moved()))
-    )

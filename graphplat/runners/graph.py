@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -163,25 +162,12 @@ class GraphRunner(BaseRunner):
 
     def _execute_checked(self, batch: ForwardBatch) -> Any:
         """The full way: check everything, decide, and remember how for the next such step."""
-        if self.context.peers is None:
-            checked = self.checker.check(batch)
-            decision = deciding.decide(self, batch, checked, self.size_of(batch))
-            if decision.key is not None and deciding.would_lose(self, checked, decision.key):
-                batch = self.out_of_buffers(batch)
-                checked = self.checker.check(batch)
-        else:
-            batch, checked, decision = agreeing.decide_with_peers(self, batch)
-        if decision.key is not None and self.context.peers is None:
-            decision = deciding.check_live(self, batch, deciding.check_weights(self, decision))
+        alone = self.context.peers is None
+        decide = deciding.decide_alone if alone else agreeing.decide_with_peers
+        batch, checked, decision = decide(self, batch)
         if decision.key is None:
             return self._run_eagerly(batch, checked, decision)
         return self._replay(decision.key, batch, checked)
-
-    def out_of_buffers(self, batch: ForwardBatch) -> ForwardBatch:
-        """*batch* with copies of what a runtime wrote into the static buffers."""
-        taken = copy.copy(batch)
-        taken.inputs = self.context.arena.copied_out(batch.inputs)
-        return taken
 
     def _plan_step(self, entry: Entry, decision: Decision, batch: ForwardBatch) -> None:
         """Remember the short way for batches of exactly this size."""

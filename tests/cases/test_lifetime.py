@@ -13,14 +13,18 @@ import torch
 
 from graphplat import (
     CaptureError,
+    ForwardBatch,
     HostSpec,
     InputError,
     InputSpec,
     Phase,
     PhaseConfig,
     Reason,
+    TensorSpec,
     capture_cuda_graphs,
 )
+
+ROWS = {Phase.DECODE: "requests", Phase.PREFILL: "tokens"}
 
 
 class Pair(NamedTuple):
@@ -100,7 +104,6 @@ def test_results_of_one_phase_survive_the_other(runtime, device, rows, backend):
     Guards against sgl-project/sglang#23037 across runners: decode and prefill share output memory, and their
     results do not.
     """
-    from graphplat import ForwardBatch, TensorSpec
 
     def spec(dim):
         return InputSpec(x=TensorSpec((dim, 3), dtype=torch.float32))
@@ -138,6 +141,38 @@ def test_a_view_says_how_long_it_holds(rig, rows):
     runner.execute(rig.batch(4, x=y))
     assert runner.stats.steps != taken
     assert torch.equal(first, y * 2 + 1)
+
+
+def test_a_view_may_be_the_input_of_a_step_that_captures(rig, rows):
+    """A capture writes where views lie; a step that begins with one reads its inputs before."""
+    runner = rig.start(lambda batch: rig.cut(batch.inputs["x"]) * 2, outputs="view", capture="lazy")
+    x = rows(4)
+    view = runner.execute(rig.batch(4, x=x))
+    assert torch.equal(runner.execute(rig.batch(2, x=view[:2])), x[:2] * 4)
+    assert runner.buckets == (2, 4)
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_a_view_may_be_the_input_of_a_step_that_captures_again(runtime, device, rows, backend):
+    """The same where a weight moved, and graphs of another phase keep the memory of the view in use."""
+    model = torch.nn.Linear(3, 3, bias=False, device=device)
+    torch.nn.init.eye_(model.weight)
+    config = PhaseConfig(backend=backend, buckets=(2, 4), outputs="view")
+    toy = runtime(
+        lambda batch: model(batch.inputs["x"]) * 2,
+        {phase: InputSpec(x=TensorSpec((dim, 3), dtype=torch.float32)) for phase, dim in ROWS.items()},
+        model=model,
+        decode=config,
+        prefill=msgspec.structs.replace(config, weights="off"),
+    )
+    capture = capture_cuda_graphs(model_runner=toy)
+    x = rows(4)
+    view = capture.decode_runner.execute(ForwardBatch(Phase.DECODE, 4, 4, {"x": x}))
+    model.weight.data = model.weight.data.clone()
+    assert torch.equal(capture.decode_runner.execute(ForwardBatch(Phase.DECODE, 4, 4, {"x": view})), x * 4)
+    assert capture.decode_runner.stats.recaptures == 1
+    capture.decode_runner.release()
+    capture.prefill_runner.release()
 
 
 def nested(rig, make):
