@@ -1,102 +1,22 @@
-"""Graph outputs: which axes are rows, one shared buffer for all graphs, cutting to real rows."""
+"""Graph outputs: one shared buffer for all graphs, cutting to real rows."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplat import tree
-from graphplat.errors import CaptureError
 
 if TYPE_CHECKING:
     from graphplat.keys import ShapeKey
     from graphplat.model_runner import ModelRunner
+    from graphplat.output_layout import RowAxis
     from graphplat.platform import Platform
-
-RowAxis = tuple[int, Literal["requests", "tokens"]]
-
-
-def infer_row_axes(runs: Sequence[tuple[tuple[int, int], Any]]) -> dict[str, RowAxis]:
-    """The row axis of each output leaf, from runs of different ``(requests, tokens)``.
-
-    An axis counts requests, or tokens, if it has their number in every run.
-    Comparing several runs tells a batch axis from a feature axis that happens to
-    have a batch's size. Raises :class:`CaptureError` for whatever else differs from run to
-    run: the structure, a host value, any other axis. A replay would repeat that of the bucket.
-    Also for two outputs of one path.
-    """
-    rows = [counts for counts, _ in runs]
-    leaves = [tree.leaves(output, "outputs", CaptureError) for _, output in runs]
-    for other in leaves[1:]:
-        if other.keys() != leaves[0].keys():
-            raise CaptureError(
-                f"the forward's outputs depend on the batch size: {sorted(other.keys() ^ leaves[0].keys())}",
-                hint="A graph needs one output structure for all sizes",
-            )
-    axes: dict[str, RowAxis] = {}
-    for path in leaves[0]:
-        found = [leaf[path] for leaf in leaves]
-        if all(isinstance(leaf, torch.Tensor) for leaf in found):
-            axis = _row_axis(path, [tuple(leaf.shape) for leaf in found], rows)
-            if axis is not None:
-                axes[path] = axis
-        else:
-            _check_constant(path, found)
-    return axes
-
-
-def _row_axis(path: str, shapes: list[tuple[int, ...]], rows: list[tuple[int, int]]) -> RowAxis | None:
-    if len({len(shape) for shape in shapes}) != 1:
-        raise _unstable(path, f"has shapes {shapes}")
-    requests, tokens = [r for r, _ in rows], [t for _, t in rows]
-    varying = [axis for axis, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
-    if not varying:
-        return None  # features only, or one row in every bucket
-    sizes = [shape[varying[0]] for shape in shapes]
-    if len(varying) > 1 or sizes not in (requests, tokens):
-        raise _unstable(path, f"has shapes {shapes} for requests {requests} and tokens {tokens}")
-    return varying[0], "requests" if sizes == requests else "tokens"
-
-
-def _check_constant(path: str, found: list[Any]) -> None:
-    """Raise for a host value of the output that a graph would freeze; other objects are not compared."""
-    plain = (int, float, complex, str, bytes, type(None), torch.Tensor)
-    first = found[0]
-    for other in found[1:]:
-        if not (isinstance(first, plain) or isinstance(other, plain)):
-            continue
-        same = type(other) is type(first)
-        if same and not isinstance(other, torch.Tensor):
-            same = bool(other == first or repr(other) == repr(first))
-        if not same:
-            raise _unstable(path, f"is {first!r}, then {other!r}")
-
-
-def _unstable(path: str, what: str) -> CaptureError:
-    return CaptureError(
-        f"output {path or 'of the forward'} depends on the batch size in a way that a graph cannot repeat: "
-        f"it {what}",
-        field=path or None,
-        hint="Return tensors with one axis of request or token rows; compute the rest from the real batch",
-    )
-
-
-def shared_leaves(runs: Sequence[tuple[tuple[int, int], Any]]) -> frozenset[str]:
-    """The output leaves that lie in memory of the runtime's own.
-
-    *runs* are still held, so two of them have the same storage only if the forward keeps it.
-    """
-    found: dict[str, set[int]] = {}
-    for _, output in runs:
-        for path, leaf in tree.walk(output):
-            if isinstance(leaf, torch.Tensor) and leaf.numel():
-                found.setdefault(path, set()).add(leaf.untyped_storage().data_ptr())
-    return frozenset(path for path, storages in found.items() if len(storages) < len(runs))
 
 
 def storages(output: Any) -> dict[int, StorageWeakRef]:

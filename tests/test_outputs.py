@@ -18,7 +18,8 @@ from graphplat import (
     capture_cuda_graphs,
     platform_for,
 )
-from graphplat.outputs import GraphSharedOutput, infer_row_axes
+from graphplat.output_layout import OutputLayout
+from graphplat.outputs import GraphSharedOutput
 
 F32, I64 = torch.float32, torch.int64
 
@@ -61,7 +62,7 @@ def test_the_row_axis_is_the_one_that_follows_the_batch() -> None:
     """A feature axis that happens to have a batch's size is told apart by the other run."""
     runs = [((3, 6), {"a": torch.zeros(3, 3), "t": torch.zeros(2, 6), "k": torch.zeros(3)}) for _ in range(1)]
     runs += [((2, 4), {"a": torch.zeros(2, 3), "t": torch.zeros(2, 4), "k": torch.zeros(3)})]
-    assert infer_row_axes(runs) == {"a": (0, "requests"), "t": (1, "tokens")}
+    assert OutputLayout.infer(runs).axes == {"a": (0, "requests"), "t": (1, "tokens")}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,7 @@ def test_the_row_axis_is_the_one_that_follows_the_batch() -> None:
         (lambda n: {"y": None if n > 2 else torch.zeros(n)}, "output y depends"),
         (lambda n: [torch.zeros(n)] * n, "depend on the batch size"),
         (lambda n: {f"k{n}": torch.zeros(n)}, "depend on the batch size"),
+        (lambda n: torch.zeros(4, dtype=F32 if n > 2 else I64), "float32, then a tensor of shape"),
         (lambda n: {0: torch.zeros(n), "0": torch.ones(n)}, "two outputs have the path '0'"),
         (lambda n: {"a.b": torch.zeros(n), "a": {"b": torch.ones(n)}}, r"two outputs have the path 'a\.b'"),
     ],
@@ -97,6 +99,74 @@ def test_outputs_that_a_replay_would_falsify_are_refused(
     for n in (1, 3, 8):
         assert same(runner.execute(decode(n, x=rows(n))), make(n))
     assert runner.stats.eager == {Reason.CAPTURE_FAILED: 3}
+
+
+class Opaque:
+    """Holds what no structure that is known here does."""
+
+    def __init__(self, y: Any) -> None:
+        self.y = y
+
+
+@pytest.mark.parametrize("where", ["", "deep"])
+def test_an_object_that_cannot_be_looked_into_is_refused_where_it_is_made_anew(
+    runtime: Any, decode: Any, rows: Any, where: str
+) -> None:
+    """
+    A replay would return the object of the capture, its tensors uncut, step after step. The error says what
+    to return instead; under on_failure="eager" each step gets an object of its own.
+    """
+
+    def forward(batch: Any) -> Any:
+        found = Opaque(batch.inputs["x"] * 2)
+        return {"deep": found} if where else found
+
+    with pytest.raises(CaptureError, match=r"another Opaque at each run.*dataclasses") as caught:
+        capture_cuda_graphs(model_runner=runtime(forward))
+    assert isinstance(caught.value.__cause__, CaptureError)
+    assert caught.value.__cause__.field == (where or None)
+    config = PhaseConfig(buckets=(4,), on_failure="eager")
+    runner = capture_cuda_graphs(model_runner=runtime(forward, decode=config)).decode_runner
+    kept = [(x, runner.execute(decode(3, x=x))) for x in (rows(3), rows(3))]
+    for x, found in kept:
+        assert torch.equal((found["deep"] if where else found).y, x * 2)
+
+
+def test_one_object_at_every_run_and_equal_values_are_returned_as_they_are(
+    runtime: Any, decode: Any, rows: Any
+) -> None:
+    """An enum member, a dtype, a device, an object of the runtime's own: what eager gives, graphs give."""
+    config = Opaque(None)
+
+    def forward(batch: Any) -> Any:
+        x = batch.inputs["x"]
+        about = {"config": config, "phase": Phase.DECODE, "dtype": x.dtype, "device": x.device}
+        return {"y": x * 2, "columns": range(x.shape[1]), "nan": float("nan"), **about}
+
+    runner = capture_cuda_graphs(model_runner=runtime(forward)).decode_runner
+    x = rows(3)
+    found = runner.execute(decode(3, x=x))
+    assert runner.stats.replayed == 1
+    assert torch.equal(found["y"], x * 2)
+    assert found["config"] is config
+    assert (found["phase"], found["dtype"], found["device"]) == (Phase.DECODE, x.dtype, x.device)
+    assert found["columns"] == range(3)
+
+
+def test_a_runtime_may_return_something_else_by_the_next_capture(
+    runtime: Any, decode: Any, rows: Any
+) -> None:
+    """What outputs are is found anew with each recapture: other structure, host values, dtypes and rows."""
+    state: dict[str, Any] = {"make": lambda x: {"y": x * 2, "mode": 1}}
+    runner = capture_cuda_graphs(
+        model_runner=runtime(lambda batch: state["make"](batch.inputs["x"]), decode=PhaseConfig(buckets=(4,)))
+    ).decode_runner
+    for make in (state["make"], lambda x: {"y": x.t().double(), "z": [x[:, 0]], "mode": 2}):
+        state["make"] = make
+        runner.recapture()
+        x = rows(3)
+        assert same(runner.execute(decode(3, x=x)), make(x))
+    assert runner.stats.replayed == 2
 
 
 # Cutting and keeping

@@ -222,13 +222,16 @@ def _prepare(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, ForwardBa
 
 
 def place_output(runner: GraphRunner, key: ShapeKey, output: Any) -> GraphOutput:
-    """Put a captured output's rows where all graphs of the pool put theirs."""
-    axes = runner.eager_runner.row_axes(key)
-    shared, addresses = runner.eager_runner.shared_leaves(key), runner.watch.pointers()
+    """Put a captured output's rows where all graphs of the pool put theirs.
+
+    Raises :class:`CaptureError` where it is another output than that of the small eager runs.
+    """
+    layout, addresses = runner.eager_runner.output_layout(key), runner.watch.pointers()
+    layout.check(output, key.requests, key.tokens)
     aliases = runner.platform.capabilities.memory_aliases
 
     def persistent(path: str, leaf: torch.Tensor) -> bool:
-        if path in shared or leaf.data_ptr() in addresses or runner.context.arena.contains(leaf):
+        if path in layout.shared or leaf.data_ptr() in addresses or runner.context.arena.contains(leaf):
             return True
         returned = runner.backend.returned_before(leaf)
         # What was left in place is never written by another graph, so a doubt costs no copy there.
@@ -236,7 +239,7 @@ def place_output(runner: GraphRunner, key: ShapeKey, output: Any) -> GraphOutput
 
     stores = runner.context.shared_output
     place = stores.leave if aliases else stores.place
-    return GraphOutput(place(output, axes, persistent), axes, key)
+    return GraphOutput(place(output, layout.axes, persistent), layout.axes, key)
 
 
 def _admit(runner: GraphRunner, entry: Entry, captured: CapturedShape) -> None:

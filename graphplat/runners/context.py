@@ -16,7 +16,8 @@ from graphplat.arena import StaticArena
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.errors import ContractError
 from graphplat.inputs import InputSpec
-from graphplat.outputs import GraphSharedOutput, RowAxis
+from graphplat.output_layout import OutputLayout
+from graphplat.outputs import GraphSharedOutput
 from graphplat.peers import Cost, PeerAgreement
 from graphplat.report import Decision, Reason, ShapeReport, SkipReport
 from graphplat.runners.streams import StreamLease
@@ -95,8 +96,8 @@ class RunnerContext:
     skipped: list[SkipReport] = attrs.field(factory=list)
     estimates: dict[Phase, int] = attrs.field(factory=dict)
     """Bytes that the graphs of a phase were expected to take."""
-    axes: dict[Any, tuple[dict[str, RowAxis], frozenset[str]]] = attrs.field(factory=dict)
-    """Per family: the row axes of its outputs, and the outputs in memory of the runtime's own."""
+    layouts: dict[Any, OutputLayout] = attrs.field(factory=dict)
+    """Per phase and family: what its outputs are."""
     backends: list[CaptureBackend] = attrs.field(factory=list)
     kept: str = ""
     """What showed that first runs at a size may leave memory allocated, such as a table made for it."""
@@ -238,6 +239,8 @@ class RunnerContext:
         self.shapes = [shape for shape in self.shapes if shape.key.phase is not phase]
         self.skipped = [skip for skip in self.skipped if skip.phase is not phase]
         self.estimates.pop(phase, None)
+        # The runtime may return something else by the next capture.
+        self.layouts = {family: layout for family, layout in self.layouts.items() if family[0] is not phase}
 
     def forget_shape(self, key: ShapeKey) -> None:
         """Drop what was noted about the graph of *key*, which is gone."""

@@ -13,7 +13,7 @@ from graphplat.batch import ForwardBatch, Phase
 from graphplat.buffers import bind_inputs, layout_bytes
 from graphplat.errors import CaptureError
 from graphplat.keys import ShapeKey
-from graphplat.outputs import RowAxis, infer_row_axes, shared_leaves
+from graphplat.output_layout import OutputLayout, RowAxis
 from graphplat.report import Decision, Reason, RunnerStats
 from graphplat.runners.base import BaseRunner, BatchChecker, CheckedBatch, expect_batch
 from graphplat.runners.context import RunnerContext
@@ -156,20 +156,20 @@ class EagerRunner(BaseRunner):
         return min(self.context.model_runner.graph_config.prefill.max_requests, size)
 
     def row_axes(self, key: ShapeKey) -> dict[str, RowAxis]:
-        """The row axes of the outputs of *key*'s family, found once by a few small eager runs."""
-        return self._outputs(key)[0]
-
-    def shared_leaves(self, key: ShapeKey) -> frozenset[str]:
-        """The outputs of *key*'s family that lie in memory of the runtime's own."""
-        return self._outputs(key)[1]
+        """The row axes of the outputs of *key*'s family."""
+        return self.output_layout(key).axes
 
     def forget_outputs(self, key: ShapeKey) -> None:
         """Find the outputs of *key*'s family anew when next needed."""
-        self.context.axes.pop((key.phase, key.family), None)
+        self.context.layouts.pop((key.phase, key.family), None)
 
-    def _outputs(self, key: ShapeKey) -> tuple[dict[str, RowAxis], frozenset[str]]:
+    def output_layout(self, key: ShapeKey) -> OutputLayout:
+        """What the outputs of *key*'s family are, found once by a few small eager runs.
+
+        Raises :class:`CaptureError` where they depend on the batch in a way that no graph can repeat.
+        """
         family = key.phase, key.family
-        if family not in self.context.axes:
+        if family not in self.context.layouts:
             platform, device = self.context.platform, self.context.device
             probes = [
                 self.make_key(
@@ -180,12 +180,12 @@ class EagerRunner(BaseRunner):
             self._run_dummy(probes[0])  # what libraries allocate once is no table of the forward's
             before = platform.allocated_bytes(device)
             runs = [((probe.requests, probe.tokens), self._run_dummy(probe)) for probe in probes]
-            self.context.axes[family] = infer_row_axes(runs), shared_leaves(runs)
+            self.context.layouts[family] = OutputLayout.infer(runs)
             del runs
             # More or less than before: a table for each size, or one that follows the latest.
             if platform.allocated_bytes(device) != before:
                 self.context.kept = "the forward's memory changed with the sizes of its first runs"
-        return self.context.axes[family]
+        return self.context.layouts[family]
 
     def _probe_sizes(self, key: ShapeKey) -> list[tuple[int, int]]:
         """Sizes that tell requests, tokens and features apart, within what the runtime holds.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from graphplat import (
+    CaptureError,
     ConfigError,
     ForwardBatch,
     GraphConfig,
@@ -414,6 +415,42 @@ def test_every_size_and_field_as_eager(rig, rows):
             assert one.shape == two.shape
             assert torch.equal(one, two)
     assert runner.stats.eager == {Reason.EMPTY_BATCH: 1}
+
+
+BEYOND = {
+    "flag": (lambda x: {"y": x, "flag": x.shape[0] >= 8}, "output flag"),
+    "structure": (lambda x: {"y": x} | ({"z": x} if x.shape[0] >= 8 else {}), r"\['z'\]"),
+    "rows": (lambda x: {"y": x[:7]}, "output y"),
+    "width": (lambda x: {"y": x[:, : 2 if x.shape[0] >= 8 else 3]}, "output y"),
+    "dtype": (lambda x: {"y": x.double() if x.shape[0] >= 8 else x}, "output y"),
+    "nothing": (lambda x: {"y": x, "z": None if x.shape[0] >= 8 else x[0]}, "output z"),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND)
+def test_an_output_that_changes_at_a_larger_size_is_refused(rig, rows, what):
+    """
+    Guards against sgl-project/sglang#7843: what a bucket's own run returns is compared with what smaller
+    sizes did, so that no batch gets the flag, structure, rows, columns or dtype of its bucket's size. The
+    error names the path, and such a bucket alone is given up where that is wanted.
+    """
+    make, says = BEYOND[what]
+
+    def forward(batch):
+        return make(rig.cut(batch.inputs["x"] * 2))
+
+    with pytest.raises(CaptureError, match=says) as caught:
+        rig.start(forward, buckets=(2, 8))
+    assert caught.value.bucket == 8
+    runner = rig.start(forward, buckets=(2, 8), on_failure="eager")
+    assert runner.buckets == (2,)
+    for n in (3, 8, 2):
+        x = rows(n)
+        found, wanted = runner.execute(rig.batch(n, x=x)), make(x * 2)
+        assert found.keys() == wanted.keys()
+        assert torch.equal(found["y"], wanted["y"])
+        assert found.get("flag") == wanted.get("flag")
+    assert runner.stats.replayed == 1
 
 
 def test_shapes_come_and_go_within_a_limit(rig, rows):
