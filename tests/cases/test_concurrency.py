@@ -9,7 +9,16 @@ import msgspec
 import pytest
 import torch
 
-from graphplat import HostSpec, InputSpec, PhaseConfig, ReplayError, TensorSpec, capture_cuda_graphs
+from graphplat import (
+    ForwardBatch,
+    HostSpec,
+    InputSpec,
+    Phase,
+    PhaseConfig,
+    ReplayError,
+    TensorSpec,
+    capture_cuda_graphs,
+)
 from graphplat.guard import CAPTURE_LOCK
 from graphplat_cpu import CpuPlatform
 
@@ -290,6 +299,78 @@ def test_two_threads_in_one_runner_never_mix(rig):
     for join in [in_thread(lambda base=base: work(base)) for base in (1, 2)]:
         join()
     assert runner.stats.replayed == 200
+
+
+def test_two_threads_in_one_eager_runner_never_mix(runtime, device, decode):
+    """
+    Guards against sgl-project/sglang-omni#1369: steps take turns where there are no graphs, too, so that a
+    forward which keeps memory of its own reads back what it wrote, whichever other thread wants to step.
+    """
+    kept = torch.zeros(4, 3, device=device)
+    met = [threading.Event(), threading.Event()]
+
+    def forward(batch):
+        x = batch.inputs["x"]
+        kept[: x.shape[0]].copy_(x)
+        me = int(x[0, 0])
+        met[me].set()
+        met[1 - me].wait(0.2)  # the other thread writes now, if anything lets it in
+        return kept[: x.shape[0]] * 2
+
+    runner = capture_cuda_graphs(
+        model_runner=runtime(forward, decode=PhaseConfig(backend="disabled"))
+    ).decode_runner
+    found = {}
+
+    def work(me):
+        x = torch.full((3, 3), float(me), device=device)
+        found[me] = runner.execute(decode(3, x=x))
+
+    for join in [in_thread(lambda me=me: work(me)) for me in (0, 1)]:
+        join()
+    assert torch.all(found[0] == 0)
+    assert torch.all(found[1] == 2)
+    assert runner.stats.sizes == {3: 2}
+
+
+def test_an_eager_step_beside_a_capture_runs_with_its_forward_hooks(runtime, device, decode):
+    """
+    Guards against vllm-project/vllm#48053: hooks are off while a graph is recorded on first use. An eager
+    step of another phase in another thread waits for the end of that, and its hooks are called.
+    """
+    model = torch.nn.Linear(3, 3).to(device)
+    called, inside, stepped = [], threading.Event(), threading.Event()
+    inside.set()
+
+    def forward(batch):
+        if batch.phase is Phase.DECODE and not inside.is_set():
+            inside.set()
+            stepped.wait(0.2)  # the other thread steps now, if anything lets it in
+        return model(batch.inputs["x"])
+
+    def hook(*_):
+        called.append(threading.get_ident())
+
+    spec = {
+        phase: InputSpec(x=TensorSpec((rows, 3), dtype=torch.float32))
+        for phase, rows in ((Phase.DECODE, "requests"), (Phase.PREFILL, "tokens"))
+    }
+    lazy = PhaseConfig(buckets=(2,), capture="lazy")
+    capture = capture_cuda_graphs(
+        model_runner=runtime(forward, spec, model=model, decode=lazy, forward_hooks=[("", hook)])
+    )
+    x = torch.ones(2, 3, device=device)
+    inside.clear()
+    join = in_thread(lambda: capture.decode_runner.execute(decode(2, x=x)))
+    assert inside.wait(PATIENCE)
+    called.clear()
+    capture.prefill_runner.execute(
+        ForwardBatch(phase="prefill", num_requests=1, num_tokens=2, inputs={"x": x})
+    )
+    stepped.set()
+    join()
+    assert called.count(threading.get_ident()) == 1
+    capture.decode_runner.release()
 
 
 def test_a_queued_step_is_not_overwritten_by_the_next_stream(sim, rig):
