@@ -236,7 +236,9 @@ class GraphRunner(BaseRunner):
 
     def _run_eagerly(self, batch: ForwardBatch, checked: CheckedBatch, decision: Decision) -> Any:
         self._count(decision, self.size_of(batch))
-        return self.eager_runner.run(batch, checked.leaves)
+        result = self.eager_runner.run(batch, checked.leaves)
+        with torch.no_grad():
+            return self.context.arena.copied_out(result) if self._view else copy_output(result)
 
     def _replay(self, key: ShapeKey, batch: ForwardBatch, checked: CheckedBatch) -> Any:
         entry = self.entries.get(key)

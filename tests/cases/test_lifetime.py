@@ -143,6 +143,41 @@ def test_a_view_says_how_long_it_holds(rig, rows):
     assert torch.equal(first, y * 2 + 1)
 
 
+@pytest.mark.parametrize("outputs", ["copy", "view"])
+def test_an_eager_result_never_lies_in_the_static_buffers(rig, rows, outputs):
+    """A forward may return its input, which a runtime may have written into a buffer of the runner."""
+    runner = rig.start(lambda batch: [batch.inputs["x"][:]], outputs=outputs)
+    lent, x = runner.buffers(4), rows(4)
+    lent["x"].copy_(x)
+    (result,) = runner.execute(rig.batch(4, variant="unknown", **lent))
+    assert runner.stats.eager == {Reason.UNKNOWN_VARIANT: 1}
+    lent["x"].zero_()
+    assert torch.equal(result, x)
+
+
+def test_an_eager_result_is_the_callers_own_too(rig, rows):
+    """Under ``copy`` a step hands out neither the forward's own memory nor its containers, graph or not."""
+    kept = {"y": rows(32)}
+
+    def forward(batch):
+        x = batch.inputs["x"]
+        kept["y"][: len(x)].copy_(x)
+        return kept if len(x) > 8 else {"y": x * 2}
+
+    runner = rig.start(forward)
+    x = rows(20)
+    result = runner.execute(rig.batch(20, x=x))
+    result["z"] = 1
+    runner.execute(rig.batch(20, x=x + 1))
+    assert runner.stats.eager == {Reason.OVER_MAX_BUCKET: 2}
+    assert torch.equal(result["y"][:20], x)
+    assert list(kept) == ["y"]
+    runner.release()
+    result = runner.execute(rig.batch(20, x=x))
+    kept["y"].zero_()
+    assert torch.equal(result["y"][:20], x)
+
+
 def test_a_view_may_be_the_input_of_a_step_that_captures(rig, rows):
     """A capture writes where views lie; a step that begins with one reads its inputs before."""
     runner = rig.start(lambda batch: rig.cut(batch.inputs["x"]) * 2, outputs="view", capture="lazy")
