@@ -70,7 +70,8 @@ class CaptureBackend(ReplayBackend):
         """
         stream = self.stream if stream is None else stream
         caller = self.platform.current_stream(self.device)
-        with guard.CAPTURE_LOCK, guard.garbage_collection_held(), self._random_state_kept(), torch.no_grad():
+        kept = self.context.random_state_kept()
+        with guard.CAPTURE_LOCK, guard.garbage_collection_held(), kept, torch.no_grad():
             if caller is not None:
                 self.platform.wait_stream(stream, caller)
             try:
@@ -274,15 +275,3 @@ class CaptureBackend(ReplayBackend):
     def _recording_bytes(self, recording: Any) -> int | None:
         sizes = [getattr(graph, "memory_bytes", None) for graph in self._graphs(recording)]
         return None if None in sizes else sum(size for size in sizes if size is not None)
-
-    @contextlib.contextmanager
-    def _random_state_kept(self) -> Iterator[None]:
-        state = self.platform.rng_state(self.device)
-        private = [generator.get_state() for generator in self.generators]
-        try:
-            yield
-        finally:
-            if state is not None:
-                self.platform.set_rng_state(self.device, state)
-            for generator, kept in zip(self.generators, private, strict=True):
-                generator.set_state(kept)

@@ -146,6 +146,19 @@ class RunnerContext:
             self._pool = self.platform.graph_pool()
         return self._pool
 
+    @contextlib.contextmanager
+    def random_state_kept(self) -> Iterator[None]:
+        """Give the device's generator and those of the runtime back the states they have now."""
+        state = self.platform.rng_state(self.device)
+        private = [(generator, generator.get_state()) for generator in self.model_runner.generators]
+        try:
+            yield
+        finally:
+            if state is not None:
+                self.platform.set_rng_state(self.device, state)
+            for generator, kept in private:
+                generator.set_state(kept)
+
     def renew_pool(self) -> None:
         """Capture into a new pool from now on; graphs in the old one keep it alive."""
         self._pool = None

@@ -96,25 +96,30 @@ class EagerRunner(BaseRunner):
     def warm_up(self, phases: Iterable[Phase] = tuple(Phase)) -> None:
         """Reserve the largest static buffers and run the largest batch of each of *phases* once.
 
-        *phases* are those that will be captured.
+        *phases* are those that will be captured. Random state is afterwards as before, also on failure.
         """
         keys = [key for phase in phases if (key := self.largest_key(phase)) is not None]
-        if keys:
-            self.context.arena.reserve(max(layout_bytes(self.context.spec(key.phase), key) for key in keys))
-        for key in keys:
-            try:
-                self._run_dummy(key)
-            except Exception as error:
-                if not guard.is_out_of_memory(error):
-                    where = guard.user_frame(error)
-                    raise CaptureError(
-                        f"the first run of the largest batch failed: {type(error).__name__}: {error}"
-                        + (f" (at {where})" if where else ""),
-                        platform=self.context.platform.name,
-                        phase=key.phase,
-                        bucket=key.size,
-                    ) from error
-                self.context.skip(key.phase, Reason.OUT_OF_MEMORY, f"warm-up: {error}", key)
+        if not keys:
+            return
+        self.context.arena.reserve(max(layout_bytes(self.context.spec(key.phase), key) for key in keys))
+        with self.context.random_state_kept():
+            for key in keys:
+                self._run_first(key)
+
+    def _run_first(self, key: ShapeKey) -> None:
+        try:
+            self._run_dummy(key)
+        except Exception as error:
+            if not guard.is_out_of_memory(error):
+                where = guard.user_frame(error)
+                raise CaptureError(
+                    f"the first run of the largest batch failed: {type(error).__name__}: {error}"
+                    + (f" (at {where})" if where else ""),
+                    platform=self.context.platform.name,
+                    phase=key.phase,
+                    bucket=key.size,
+                ) from error
+            self.context.skip(key.phase, Reason.OUT_OF_MEMORY, f"warm-up: {error}", key)
 
     def largest_key(self, phase: Phase) -> ShapeKey | None:
         """The key of the largest bucket of *phase* with every optional input, or ``None``."""
@@ -178,9 +183,10 @@ class EagerRunner(BaseRunner):
                 )
                 for requests, size in self._probe_sizes(key)
             ]
-            self._run_dummy(probes[0])  # what libraries allocate once is no table of the forward's
-            before = platform.allocated_bytes(device)
-            runs = [((probe.requests, probe.tokens), self._run_dummy(probe)) for probe in probes]
+            with self.context.random_state_kept():
+                self._run_dummy(probes[0])  # what libraries allocate once is no table of the forward's
+                before = platform.allocated_bytes(device)
+                runs = [((probe.requests, probe.tokens), self._run_dummy(probe)) for probe in probes]
             self.context.layouts[family] = OutputLayout.infer(runs)
             del runs
             # More or less than before: a table for each size, or one that follows the latest.

@@ -146,6 +146,40 @@ def test_whatever_stops_a_capture_is_what_the_caller_sees(rig, rows, faulty, poi
     assert runner.stats.replayed == 1
 
 
+@pytest.mark.parametrize("private", [False, True], ids=["default", "private"])
+@pytest.mark.parametrize("how", ["works", "fails", "fails in the capture"])
+def test_set_up_draws_from_no_generator(rig, how, private):
+    """
+    Guards against pytorch/pytorch#114068: whether set-up works or fails, at its first run or in a capture,
+    the random state of the device and of the runtime's own generators is afterwards what it was before.
+    """
+    if private and not rig.platform.capabilities.generators_in_capture:
+        pytest.skip("this platform cannot capture generators, and says so")
+    own = rig.generator() if private else None
+
+    def forward(batch):
+        x = batch.inputs["x"]
+        drawn = torch.rand(x.shape, device=x.device, generator=own)
+        if how == "fails" or (how != "works" and rig.platform.is_capturing()):
+            raise ZeroDivisionError
+        return rig.cut(x + drawn)
+
+    def states():
+        kept = [rig.platform.rng_state(rig.device), own and own.get_state()]
+        return [state.tolist() for state in kept if state is not None]
+
+    more = {"generators": [own]} if private else {}
+    runtime = rig.runtime(forward, buckets=(2, 4), **more)
+    torch.rand(1, device=rig.device)
+    before = states()
+    if how == "works":
+        assert rig.runner(runtime).buckets == (2, 4)
+    else:
+        with pytest.raises(CaptureError):
+            rig.runner(runtime)
+    assert states() == before
+
+
 def test_a_lazy_capture_that_fails_still_answers(rig, rows):
     """
     Guards against NVIDIA/cuopt#1253: under on_failure="eager" the step whose capture fails gives the eager
