@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
+import dataclasses
 import gc
 import threading
 import weakref
@@ -194,6 +196,90 @@ def test_an_unnamed_batch_comes_before_variants_with_other_inputs(
     for inputs in ({"x": rows(3)}, {"x": rows(3), "bias": rows(3)}):
         assert runner.can_run_graph(decode(3, **inputs))
         assert not runner.can_run_graph(decode(3, variant="a", **inputs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """A host constant with a part."""
+
+    by: float
+
+
+@pytest.mark.parametrize(
+    ("captured", "equal"),
+    [
+        (0.0, -0.0),
+        ((2,), (2.0,)),
+        ((1, (True,)), (1, (1,))),
+        (((0.0,),), ((-0.0,),)),
+        (Scale(2), Scale(2.0)),
+        (Scale(0.0), Scale(-0.0)),
+        (frozenset({2}), frozenset({2.0})),
+        (0j, complex(0.0, -0.0)),
+    ],
+)
+def test_an_equal_host_constant_that_is_another_runs_eagerly(
+    runtime: Any, decode: Any, rows: Any, captured: Any, equal: Any
+) -> None:
+    """Python calls them equal; a forward can tell them apart, by type or by the sign of a zero."""
+    assert captured == equal
+    spec = InputSpec(x=TensorSpec(("requests", 3), dtype=F32), k=HostSpec(values=(captured,)))
+    seen: list[Any] = []
+    toy = runtime(lambda batch: (seen.append(batch.inputs["k"]), batch.inputs["x"] * 2)[1], spec)
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    seen.clear()
+    runner.execute(decode(2, x=rows(2), k=copy.deepcopy(captured)))
+    assert runner.stats.replayed == 1
+    runner.execute(decode(2, x=rows(2), k=equal))
+    assert runner.stats.eager == {Reason.HOST_VALUE: 1}
+    assert [repr(value) for value in seen] == [repr(equal)]
+
+
+def autocasting(device: torch.device, *, enabled: bool) -> Any:
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+@pytest.mark.parametrize("capture", ["startup", "lazy"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_graph_answers_under_the_autocast_it_was_captured_under(
+    runtime: Any, decode: Any, rows: Any, device: torch.device, captured: bool, capture: str
+) -> None:
+    """A step under another one runs eagerly and says so, also where the same size has just replayed."""
+    model = torch.nn.Linear(3, 3, device=device)
+    config = PhaseConfig(buckets=(2, 4), capture=capture)
+    toy = runtime(lambda batch: model(batch.inputs["x"]), model=model, decode=config)
+    with autocasting(device, enabled=captured):
+        runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    for enabled in (captured, captured, not captured, captured, not captured):
+        batch = decode(2, x=rows(2))
+        with autocasting(device, enabled=enabled), torch.no_grad():
+            found, wanted = runner.execute(batch), model(batch.inputs["x"])
+            assert runner.can_run_graph(batch) == runner.stats.last.is_graph == (enabled == captured)
+        assert found.dtype == wanted.dtype == (torch.bfloat16 if enabled else F32)
+        assert torch.equal(found, wanted)
+    assert runner.stats.eager == {Reason.HOST_VALUE: 2}
+    assert "under autocast" in runner.stats.last.detail
+
+
+@pytest.mark.parametrize("capture", ["startup", "lazy"])
+def test_no_graph_reads_a_weight_that_autocast_cast_for_its_caller(
+    runtime: Any, decode: Any, rows: Any, device: torch.device, capture: str
+) -> None:
+    """Autocast keeps cast weights until its block ends; a graph casts anew, and so follows updates."""
+    model = torch.nn.Linear(3, 3, device=device)
+    config = PhaseConfig(buckets=(2,), capture=capture)
+    toy = runtime(lambda batch: model(batch.inputs["x"]), model=model, decode=config)
+    with autocasting(device, enabled=True):
+        runner = capture_cuda_graphs(model_runner=toy).decode_runner
+        runner.execute(decode(2, x=rows(2)))
+        assert torch.is_autocast_cache_enabled()
+    for _ in range(2):
+        batch = decode(2, x=rows(2))
+        with torch.no_grad():
+            model.weight.add_(3)
+        with autocasting(device, enabled=True), torch.no_grad():
+            assert torch.equal(runner.execute(batch), model(batch.inputs["x"]))
+    assert runner.stats.replayed == 3
 
 
 def test_buffers_are_those_of_the_graph_that_execute_replays(runtime: Any, decode: Any, rows: Any) -> None:

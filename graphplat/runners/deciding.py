@@ -14,7 +14,7 @@ from graphplat.batch import ForwardBatch, Phase
 from graphplat.errors import InputError, ReplayError, WeightsMovedError
 from graphplat.outputs import copy_output
 from graphplat.report import Decision, Reason
-from graphplat.runners.entry import refuse_live
+from graphplat.runners.entry import autocast_now, refuse_live, same_constant
 
 if TYPE_CHECKING:
     from graphplat.keys import Family, ShapeKey
@@ -87,6 +87,9 @@ def wanted(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch, size
     """The family of graphs that *batch* asks for, or why none can serve it."""
     if (refused := _refuse(runner, batch, size, checked.over)) is not None:
         return refused
+    if (now := autocast_now(runner.autocast_type)) is not runner.autocast:
+        detail = f"under autocast {now or 'off'}, captured under {runner.autocast or 'off'}"
+        return Decision(reason=Reason.HOST_VALUE, detail=detail)
     present = (path for path in runner.spec.optional if checked.leaves.get(path) is not None)
     return _family(runner, batch.variant, frozenset(present), checked.leaves)
 
@@ -121,7 +124,7 @@ def fit_hosts(runner: GraphRunner, values: Mapping[str, Any]) -> tuple[tuple[str
     for path in runner.fixed_hosts:
         rule, value = runner.spec.hosts[path], values[path]
         if rule.values:
-            match = next((v for v in rule.values if type(v) is type(value) and v == value), _NONE)
+            match = next((v for v in rule.values if same_constant(v, value)), _NONE)
             if match is _NONE:
                 return Decision(reason=Reason.HOST_VALUE, detail=f"{path}={value!r} was not captured")
             host.append((path, match))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -58,11 +59,23 @@ def refuse_live(entries: Iterable[Entry], batch: ForwardBatch) -> Decision | Non
             other = next((entry for entry, lies in zip(entries, known, strict=True) if lies != place), None)
             detail = None if other is None else f"the graph of {other.key} reads another {path}"
         else:
-            differing = [value for value in known if type(value) is not type(leaf) or value != leaf]
+            differing = [value for value in known if not same_constant(value, leaf)]
             detail = f"{path}={leaf!r} was captured as {differing[0]!r}" if differing else None
         if detail is not None and found is None:
             found = Decision(reason=Reason.HOST_VALUE, detail=detail)
     return found
+
+
+def same_constant(one: Any, other: Any) -> bool:
+    """Whether no forward can tell host values apart: equal, of one type at any depth, zeros of one sign."""
+    if type(one) is not type(other) or one != other:
+        return False
+    if isinstance(one, float | complex):
+        return repr(one) == repr(other)
+    if isinstance(one, frozenset):
+        return set(map(repr, one)) == set(map(repr, other))
+    inner, others = tree.children(one) or (), tree.children(other) or ()
+    return all(same_constant(mine, its) for (_, mine), (_, its) in zip(inner, others, strict=True))
 
 
 def _leaves(batch: ForwardBatch) -> dict[str, Any]:
@@ -87,3 +100,30 @@ def _elsewhere(path: str, entries: Sequence[Entry], known: Sequence[Any]) -> Inp
         what = "expected the tensor that was there at capture, found another"
         hint = "Write the numbers into the captured tensor, in place"
     return InputError(what, phase=key.phase, bucket=bucket, field=path, hint=hint)
+
+
+def autocast_type(device: torch.device) -> str:
+    """The device type whose autocast a forward on *device* follows; the host's where it has none."""
+    try:
+        torch.is_autocast_enabled(device.type)
+    except RuntimeError:
+        return "cpu"
+    return device.type
+
+
+def autocast_now(device_type: str) -> torch.dtype | None:
+    """What autocast casts to in this thread, or ``None`` where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+@contextlib.contextmanager
+def fresh_casts() -> Iterator[None]:
+    """Keep captures from weights that autocast has cast before: those go with the caller's block."""
+    inside = torch.autocast_increment_nesting() > 1  # else the forward's own block forgets them at its end
+    torch.autocast_decrement_nesting()
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(cached and not inside)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)

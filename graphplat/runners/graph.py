@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import get_autocast_dtype, is_autocast_enabled
 
 from graphplat import tree
 from graphplat.backends import make_backend
@@ -17,7 +18,7 @@ from graphplat.report import Decision, Reason, RunnerStats
 from graphplat.runners import agreeing, deciding
 from graphplat.runners.base import BaseRunner, CheckedBatch
 from graphplat.runners.capturing import capture_on_use, capture_planned, place_output
-from graphplat.runners.entry import Entry
+from graphplat.runners.entry import Entry, autocast_now, autocast_type, fresh_casts
 from graphplat.runners.fitting import warn_if_short
 from graphplat.runners.planning import CapturePlan
 from graphplat.runners.steps import StepPlan
@@ -62,6 +63,8 @@ class GraphRunner(BaseRunner):
         self._plans: dict[tuple[int, int, str | None], StepPlan] = {}
         self._watched = self.config.weights != "off"
         self._view = self.config.outputs == "view"
+        self.autocast_type = autocast_type(model_runner.device)
+        self.autocast: torch.dtype | None = None
         self.released = True
         self.fixed_hosts = tuple(path for path, rule in self.spec.hosts.items() if not rule.update)
 
@@ -137,12 +140,14 @@ class GraphRunner(BaseRunner):
             try:
                 requests, tokens = batch.num_requests, batch.num_tokens
                 plan = self._plans.get((requests, tokens, batch.variant))
+                kind = self.autocast_type
                 usual = (  # equal keys may be other types, and what was for capture must be compared with it
                     requests.__class__ is tokens.__class__ is int
                     and batch.phase is self.phase
                     and batch.global_dp_buffer_len is None
                     and batch.global_num_tokens_gpu is None
                     and not batch.capture_only
+                    and (get_autocast_dtype(kind) if is_autocast_enabled(kind) else None) is self.autocast
                 )
             except (AttributeError, TypeError):  # no batch, or counts that are none: the full way says which
                 return self._execute_checked(batch)
@@ -225,11 +230,13 @@ class GraphRunner(BaseRunner):
             if self.entries:  # what they have baked in is about to be forgotten
                 self.release()
             self.released = False
+            self.autocast = autocast_now(self.autocast_type)
             self.families = list(deciding.families(self))
             plan = CapturePlan.make(self)
             self.keys = {(key.size, key.family): key for key in (*plan.keys, *plan.dropped)}
             self.missing = dict.fromkeys(plan.dropped, (Reason.GRAPH_LIMIT, plan.why))
-            capture_planned(self, plan)
+            with fresh_casts():
+                capture_planned(self, plan)
         warn_if_short(self, plan.keys)
 
     # Running
@@ -243,7 +250,8 @@ class GraphRunner(BaseRunner):
     def _replay(self, key: ShapeKey, batch: ForwardBatch, checked: CheckedBatch) -> Any:
         entry = self.entries.get(key)
         if entry is None:
-            entry = capture_on_use(self, key)
+            with fresh_casts():
+                entry = capture_on_use(self, key)
             if entry is None:
                 reason, detail = self.missing[key]
                 return self._run_eagerly(batch, checked, Decision(reason=reason, detail=detail))

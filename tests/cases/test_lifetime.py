@@ -145,7 +145,10 @@ def test_a_view_says_how_long_it_holds(rig, rows):
 
 @pytest.mark.parametrize("outputs", ["copy", "view"])
 def test_an_eager_result_never_lies_in_the_static_buffers(rig, rows, outputs):
-    """A forward may return its input, which a runtime may have written into a buffer of the runner."""
+    """
+    Guards against sgl-project/sglang#23037 without a graph: a forward may return its input, which a runtime
+    may have written into a buffer of the runner.
+    """
     runner = rig.start(lambda batch: [batch.inputs["x"][:]], outputs=outputs)
     lent, x = runner.buffers(4), rows(4)
     lent["x"].copy_(x)
@@ -156,7 +159,10 @@ def test_an_eager_result_never_lies_in_the_static_buffers(rig, rows, outputs):
 
 
 def test_an_eager_result_is_the_callers_own_too(rig, rows):
-    """Under ``copy`` a step hands out neither the forward's own memory nor its containers, graph or not."""
+    """
+    Guards against sgl-project/sglang#23037 without a graph: a step hands out neither the forward's own memory
+    nor its containers.
+    """
     kept = {"y": rows(32)}
 
     def forward(batch):
@@ -179,7 +185,10 @@ def test_an_eager_result_is_the_callers_own_too(rig, rows):
 
 
 def test_a_view_may_be_the_input_of_a_step_that_captures(rig, rows):
-    """A capture writes where views lie; a step that begins with one reads its inputs before."""
+    """
+    Guards against pytorch/pytorch#144386 where the next step captures: it writes where views lie, and has
+    read its inputs before.
+    """
     runner = rig.start(lambda batch: rig.cut(batch.inputs["x"]) * 2, outputs="view", capture="lazy")
     x = rows(4)
     view = runner.execute(rig.batch(4, x=x))
@@ -189,7 +198,10 @@ def test_a_view_may_be_the_input_of_a_step_that_captures(rig, rows):
 
 @pytest.mark.parametrize("backend", ["full", "breakable"])
 def test_a_view_may_be_the_input_of_a_step_that_captures_again(runtime, device, rows, backend):
-    """The same where a weight moved, and graphs of another phase keep the memory of the view in use."""
+    """
+    Guards against pytorch/pytorch#144386 where a weight moved, and graphs of another phase keep the memory of
+    the view in use.
+    """
     model = torch.nn.Linear(3, 3, bias=False, device=device)
     torch.nn.init.eye_(model.weight)
     config = PhaseConfig(backend=backend, buckets=(2, 4), outputs="view")
