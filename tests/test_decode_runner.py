@@ -198,6 +198,51 @@ def test_an_unnamed_batch_comes_before_variants_with_other_inputs(
         assert not runner.can_run_graph(decode(3, variant="a", **inputs))
 
 
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("x", lambda inputs: inputs.update(x=inputs["x"].clone())),
+        ("x", lambda inputs: inputs.update(x=inputs["x"].to_sparse())),
+        ("meta[1]", lambda inputs: inputs["meta"].__setitem__(1, torch.ones_like(inputs["meta"][1]))),
+        ("meta[0]", lambda inputs: inputs.pop("meta")),
+        ("mode", lambda inputs: inputs.update(mode=3)),
+    ],
+)
+def test_a_preparation_that_replaces_an_input_is_refused(
+    runtime: Any, decode: Any, rows: Any, path: str, change: Any
+) -> None:
+    """A graph would go on reading the other tensor or number, and steps would never reach it."""
+    spec = InputSpec(
+        x=TensorSpec(("requests", 3), dtype=F32),
+        meta=[TensorSpec(("requests",)), TensorSpec(("requests",))],
+        mode=HostSpec(values=(2,)),
+    )
+
+    def inputs(count: int) -> dict[str, Any]:
+        whole = rows(count, width=1, dtype=I64)[:, 0]
+        return {"x": rows(count), "meta": [whole, whole], "mode": 2}
+
+    def forward(batch: ForwardBatch) -> Any:
+        return batch.inputs["x"].to_dense() * 2 if batch.inputs["x"].is_sparse else batch.inputs["x"] * 2
+
+    def start(prepare: Any, on_failure: str) -> Any:
+        toy = runtime(forward, spec, decode=PhaseConfig(buckets=(2,), on_failure=on_failure))
+        toy.prepare_capture_batch = lambda batch: prepare(batch.inputs)
+        return capture_cuda_graphs(model_runner=toy).decode_runner
+
+    with pytest.raises(CaptureError, match=r"in the place of an input.*in place") as caught:
+        start(change, "raise")
+    assert caught.value.field == path
+    assert caught.value.bucket == 2
+    batch = decode(2, **inputs(2))
+    runner = start(change, "eager")
+    assert torch.equal(runner.execute(batch), batch.inputs["x"] * 2)
+    assert runner.stats.eager == {Reason.CAPTURE_FAILED: 1}
+    runner = start(lambda inputs: inputs.update(x=inputs["x"].fill_(5).view(-1, 3)), "raise")
+    assert torch.equal(runner.execute(batch), batch.inputs["x"] * 2)
+    assert runner.stats.replayed == 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Scale:
     """A host constant with a part."""

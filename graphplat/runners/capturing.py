@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from graphplat import guard
+from graphplat import guard, tree
 from graphplat.budget import Budget
 from graphplat.errors import CaptureError
 from graphplat.hookspecs import CaptureProgress
@@ -16,7 +16,7 @@ from graphplat.outputs import GraphOutput
 from graphplat.peers import Cost, Outcome
 from graphplat.report import Reason, ShapeReport
 from graphplat.runners import fitting
-from graphplat.runners.entry import Entry, installed_on
+from graphplat.runners.entry import Entry, check_inputs_kept, installed_on
 from graphplat.runners.participants import Participant
 from graphplat.runners.planning import split_remaining
 from graphplat.runners.stale import drop_stale, start_over
@@ -214,10 +214,11 @@ def _prepare(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, ForwardBa
         runner.eager_runner.row_axes(key)  # small eager runs; not possible inside a recording
         inputs = runner.bind(key)
         batch = runner.context.dummy_batch(key, inputs.views())
-        before = batch.tensors()
+        before, given = batch.tensors(), dict(tree.walk(batch.inputs))
         runner.model_runner.prepare_capture_batch(batch)
     except Exception as error:
         raise runner.backend._error(CaptureError, "the capture could not be prepared", key, error) from error
+    check_inputs_kept(runner, key, given, batch)
     return inputs, batch, installed_tensors(before, batch)
 
 

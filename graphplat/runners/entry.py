@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from graphplat import tree
-from graphplat.errors import InputError
+from graphplat.errors import CaptureError, InputError
 from graphplat.report import Decision, Reason
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from graphplat.buffers import BoundInputs
     from graphplat.keys import ShapeKey
     from graphplat.outputs import GraphOutput
+    from graphplat.runners.graph import GraphRunner
 
 _FIELDS = ("global_num_tokens_gpu", "global_dp_buffer_len", "capture_only")
 
@@ -39,6 +40,34 @@ def installed_on(batch: ForwardBatch) -> dict[str, Any]:
         path: _place(leaf) if isinstance(leaf, torch.Tensor) else leaf
         for path, leaf in _leaves(batch).items()
     }
+
+
+def check_inputs_kept(
+    runner: GraphRunner, key: ShapeKey, given: Mapping[str, Any], batch: ForwardBatch
+) -> None:
+    """Raise :class:`CaptureError` where ``prepare_capture_batch`` put something else for a *given* input.
+
+    A graph would go on reading that, and no step writes there. Numbers that a replay rewrites are free.
+    """
+    found = dict(tree.walk(batch.inputs))
+    rewritten = tuple(f"{path}[" for path in runner.update_paths)
+    for path, leaf in given.items():
+        if not path.startswith(rewritten) and not _same_input(leaf, found.get(path)):
+            raise CaptureError(
+                "prepare_capture_batch put something else in the place of an input",
+                platform=runner.platform.name,
+                phase=key.phase,
+                bucket=key.size,
+                field=path,
+                hint="Write into the tensor in place; host values stay those of the input spec",
+            )
+
+
+def _same_input(leaf: Any, found: Any) -> bool:
+    if not isinstance(leaf, torch.Tensor):
+        return same_constant(leaf, found)
+    strided = isinstance(found, torch.Tensor) and found.layout is torch.strided
+    return strided and _place(found) == _place(leaf)
 
 
 def refuse_live(entries: Iterable[Entry], batch: ForwardBatch) -> Decision | None:
