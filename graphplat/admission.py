@@ -6,6 +6,7 @@ import difflib
 import importlib.metadata
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -17,7 +18,7 @@ from graphplat.errors import PluginError
 from graphplat.hookspecs import PROJECT
 from graphplat.platform import IN_TREE_DEVICE_TYPES, Platform
 from graphplat.probes import PlatformSlot
-from graphplat.torch_guard import torch_unchanged
+from graphplat.torch_guard import also_changed, refusal, torch_unchanged
 
 
 class HalfImportedError(PluginError):
@@ -56,11 +57,13 @@ def admit(entry: Entry) -> Plugin | LoadFailure:
 
     Any exception becomes a :class:`LoadFailure`, but for ``KeyboardInterrupt``
     and :class:`HalfImportedError`, which leave no trace. Changes that the plugin
-    made to torch are undone, and refused.
+    made to torch are undone, and refused; graphplat's own plugins, which make none,
+    are not watched.
     """
     phase: LoadPhase = "import"
+    guard: AbstractContextManager[list[str]] = nullcontext([]) if entry.in_tree else torch_unchanged()
     try:
-        with torch_unchanged() as changes:
+        with guard as changes:
             assert entry.point is not None  # noqa: S101 - discovered entries have one
             source = _load(entry, entry.point)
             phase = "register"
@@ -71,14 +74,10 @@ def admit(entry: Entry) -> Plugin | LoadFailure:
         raise
     except BaseException as error:  # noqa: BLE001 - recorded with its traceback, shown when asked for
         if changes:
-            error.add_note(f"It also changed torch; undone: {', '.join(changes)}")
+            error.add_note(also_changed(changes))
         return LoadFailure.of(entry, phase, error)
     if changes:
-        refusal = PluginError(
-            f"it changes torch for the whole process; undone: {', '.join(changes)}",
-            hint="A plugin may add to torch, but not replace what is there",
-        )
-        return LoadFailure.of(entry, "validate", refusal, refused=True)
+        return LoadFailure.of(entry, "validate", refusal("it", changes), refused=True)
     return Plugin(entry.name, source, manager, entry, slots)
 
 
@@ -109,7 +108,7 @@ def admit_by_hand(source: Any, name: str, *, disabled: bool) -> Plugin:
     except BaseException as error:
         raise PluginError(f"plugin {name!r} cannot be registered: {cause(error)}") from error
     if changes:
-        raise PluginError(f"plugin {name!r} changes torch for the whole process: {', '.join(changes)}")
+        raise refusal(f"plugin {name!r}", changes)
     return Plugin(name, source, manager, None, slots, disabled)
 
 
@@ -156,7 +155,7 @@ def platforms_of(manager: pluggy.PluginManager, entry: Entry | None) -> list[Pla
     if entry is not None:
         for cls in classes:
             _check_claims(cls, entry)
-    return [PlatformSlot(cls) for cls in classes]
+    return [PlatformSlot(cls, guarded=entry is None or not entry.in_tree) for cls in classes]
 
 
 def _classes(answer: Any) -> list[type[Platform]]:

@@ -16,6 +16,7 @@ from graphplat.discovery import cause
 from graphplat.errors import PluginError
 from graphplat.hookspecs import CaptureProgress
 from graphplat.platform import Platform
+from graphplat.torch_guard import also_changed, refusal, torch_unchanged
 
 if TYPE_CHECKING:
     from graphplat.model_runner import ModelRunner
@@ -44,8 +45,8 @@ class PlatformHooks:
 
     First-result hooks are asked only of the plugin that brought the platform, so
     that no other can take its place or break it. Every method raises
-    :class:`PluginError`, naming plugin, distribution and hook, if a plugin raises
-    or answers with something of the wrong type.
+    :class:`PluginError`, naming plugin, distribution and hook, if a plugin raises,
+    answers with something of the wrong type, or changes torch, which is undone.
     """
 
     own: Plugin | None
@@ -109,9 +110,12 @@ class PlatformHooks:
         """Tell every observer. One that raises is reported as a warning, and disturbs nobody."""
         for plugin in self._everyone():
             try:
-                plugin.manager.hook.capture_progress(event=event)
+                _, changes = _call(plugin, plugin.manager.hook.capture_progress, {"event": event})
             except Exception as error:  # noqa: BLE001 - an observer must not break a capture
                 warn(f"Plugin {plugin.label}: hook capture_progress raised {cause(error)}")
+            else:
+                if changes:
+                    warn(str(refusal(f"Plugin {plugin.label}: hook capture_progress", changes)))
 
     def _everyone(self) -> list[Plugin]:
         own = [self.own] if self.own is not None else []
@@ -149,9 +153,29 @@ def _ask(
     plugin: Plugin, call: Any, arguments: dict[str, Any], platform: Platform, phase: Phase | None
 ) -> Any:
     try:
-        return call(**arguments)
+        answer, changes = _call(plugin, call, arguments)
     except Exception as error:
         raise _error(plugin, call.name, f"raised {cause(error)}", platform, phase) from error
+    if changes:
+        raise refusal(
+            f"plugin {plugin.label}: hook {call.name}", changes, platform=platform.name, phase=phase
+        )
+    return answer
+
+
+def _call(plugin: Plugin, call: Any, arguments: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The answer, and what the hook changed in torch, which is undone. Our own hooks change nothing."""
+    if plugin.in_tree or not call.get_hookimpls():
+        return call(**arguments), []
+    changes: list[str] = []
+    try:
+        with torch_unchanged() as changes:
+            answer = call(**arguments)
+    except Exception as error:
+        if changes:
+            error.add_note(also_changed(changes))
+        raise
+    return answer, changes
 
 
 def _error(plugin: Plugin, hook: str, what: str, platform: Platform, phase: Phase | None) -> PluginError:

@@ -229,5 +229,5 @@ def _offer(plugin: Plugin, slot: PlatformSlot, only: str | None) -> Candidate:
         reason=reason,
         error=slot.error,
         instance=slot.instance if outcome is Outcome.AVAILABLE else None,
-        failed=slot.hung,
+        failed=slot.broken,
     )
