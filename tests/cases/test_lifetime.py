@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import queue
+import threading
 from typing import Any, NamedTuple
 
 import attrs
@@ -182,6 +184,86 @@ def test_an_eager_result_is_the_callers_own_too(rig, rows):
     result = runner.execute(rig.batch(20, x=x))
     kept["y"].zero_()
     assert torch.equal(result["y"][:20], x)
+
+
+class Refusing(torch.Tensor):
+    """A tensor that nobody can copy from."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.copy_, torch._foreach_copy_):
+            raise ArithmeticError("the copy failed")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_copy_that_fails_leaves_no_row_of_another_bucket(rig, rows):
+    """
+    Guards against sgl-project/sglang#10892 after a failure: what a step that was cut short left in the static
+    memory is in no padded row of a smaller bucket, which held it before.
+    """
+    spec = InputSpec(x=rig.tensor(3, fill=9), y=rig.tensor(3))
+    runner = rig.start(
+        lambda batch: {"y": rig.cut(batch.inputs["x"] + batch.inputs["y"]), "sum": batch.inputs["y"].sum()},
+        spec,
+        buckets=(4, 8),
+    )
+    one = rig.batch(1, x=rows(1), y=rows(1))
+    for _ in range(2):
+        assert runner.execute(one)["sum"] == one.inputs["y"].sum()
+    with pytest.raises(ArithmeticError, match="the copy failed"):
+        runner.execute(rig.batch(5, x=rows(5).cpu().as_subclass(Refusing), y=rows(5)))
+    assert runner.execute(one)["sum"] == one.inputs["y"].sum()
+
+
+class Watched:
+    """A lock that says when a thread has to wait for it."""
+
+    def __init__(self, lock: Any, says: queue.SimpleQueue[str]) -> None:
+        self.lock, self.says = lock, says
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.says.put("waits")
+            self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_a_release_waits_for_the_step_of_another_thread(rig, rows):
+    """Guards against pytorch/pytorch#170646 between threads: no graph goes while a step is under way."""
+    inside, gate, says = threading.Event(), threading.Event(), queue.SimpleQueue()
+    waiting = False
+
+    def forward(batch):
+        if waiting:
+            inside.set()
+            assert gate.wait(60)
+        return batch.inputs["x"] * 2
+
+    runner = rig.start(forward, buckets=(2,))
+    waiting = True
+    arena = runner.context.arena
+    arena.lock = Watched(arena.lock, says)
+
+    def let_go():
+        runner.release()
+        says.put("done")
+
+    step = threading.Thread(target=runner.execute, args=(rig.batch(20, x=rows(20)),))
+    release = threading.Thread(target=let_go)
+    step.start()
+    try:
+        assert inside.wait(60)
+        release.start()
+        assert says.get(timeout=60) == "waits"
+        assert runner.buckets == (2,)
+    finally:
+        gate.set()
+        step.join()
+        release.join()
+    assert says.get(timeout=60) == "done"
+    assert runner.buckets == ()
 
 
 def test_a_view_may_be_the_input_of_a_step_that_captures(rig, rows):
