@@ -115,9 +115,6 @@ class StaticArena:
         """Whether *leaf* is a dense tensor in this arena."""
         return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and self.contains(leaf)
 
-    def copied_out(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """*inputs* with a copy of every tensor that lies in this arena."""
-        copied: dict[str, Any] = tree.map_leaves(
-            lambda _, leaf: leaf.clone() if self.holds(leaf) else leaf, inputs
-        )
-        return copied
+    def copied_out(self, value: Any) -> Any:
+        """Inputs or results with a copy of every tensor that lies in this arena."""
+        return tree.map_leaves(lambda _, leaf: leaf.clone() if self.holds(leaf) else leaf, value)

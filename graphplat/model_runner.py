@@ -80,7 +80,8 @@ class ModelRunner:
         """Complete the dummy *batch* before it is warmed up and captured.
 
         Here a runtime installs capture-only tensors: ``batch.global_num_tokens_gpu``,
-        or entries of ``batch.capture_only``. They are kept alive as long as the graph.
+        or entries of ``batch.capture_only``. They are kept alive as long as the graph. Write inputs
+        in place: another tensor or host value in the place of one is a :class:`CaptureError`.
         """
 
     def post_warmup(self) -> None:

@@ -17,6 +17,10 @@ _PLAIN = (int, float, complex, str, bytes, tuple, range, torch.device)
 """Values that a step gives as well as any equal ones; a tuple is the shape and the dtype of a tensor."""
 
 
+class UnlikeLayoutError(CaptureError):
+    """A captured output is not what the small runs of its family found, which may have been long ago."""
+
+
 @attrs.frozen(eq=False)
 class OutputLayout:
     """What small eager runs of one family found its outputs to be; no bucket may differ from it."""
@@ -54,15 +58,18 @@ class OutputLayout:
         return cls(axes, _shared_leaves(runs), first)
 
     def check(self, output: Any, requests: int, tokens: int) -> None:
-        """Raise :class:`CaptureError` where the output of a run of so many rows is not of this layout."""
+        """Raise :class:`UnlikeLayoutError` where the output of a run of so many rows is of another layout."""
         leaves, rows = _described(output), {"requests": requests, "tokens": tokens}
-        _same_paths(self.found, leaves)
         expected = dict(self.found)
         for path, (axis, unit) in self.axes.items():
             shape, dtype = expected[path]
             expected[path] = (*shape[:axis], rows[unit], *shape[axis + 1 :]), dtype
-        for path, leaf in leaves.items():
-            _same(path, expected[path], leaf)
+        try:
+            _same_paths(expected, leaves)
+            for path, leaf in leaves.items():
+                _same(path, expected[path], leaf)
+        except CaptureError as error:
+            raise UnlikeLayoutError(error.what, field=error.field, hint=error.hint) from error
 
 
 def _described(output: Any) -> dict[str, Any]:

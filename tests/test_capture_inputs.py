@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from graphplat import (
+    CaptureError,
     ForwardBatch,
     GraphConfig,
     InputSpec,
@@ -179,14 +180,24 @@ def test_the_gate_rests_on_no_single_field(device, backend, passed):
     assert retained(capture) == [24] * 4
 
 
-def test_an_input_put_in_place_of_a_static_one_counts_as_installed(device, backend, passed):
-    """A runtime that swaps a dummy input makes the graph read its own tensor, which is then kept."""
+def test_an_input_put_in_place_of_a_static_one_is_refused(device, backend):
+    """A graph that read a runtime's own tensor would never see the inputs of a step."""
 
     def install(batch: ForwardBatch) -> None:
         batch.inputs["x"] = batch.inputs["x"] + 1
 
+    with pytest.raises(CaptureError, match="in the place of an input"):
+        capture_cuda_graphs(model_runner=Toy(device, backend, install))
+
+
+def test_an_input_put_beside_the_declared_ones_counts_as_installed(device, backend, passed):
+    """A tensor that only the capture has among its inputs is kept, as long as the graph that reads it."""
+
+    def install(batch: ForwardBatch) -> None:
+        batch.inputs["extra"] = batch.inputs["x"] + 1
+
     capture = capture_cuda_graphs(model_runner=Toy(device, backend, install))
-    assert passed == [["inputs.x"]] * 4
+    assert passed == [["inputs.extra"]] * 4
     assert retained(capture) == [12 * size for size in (8, 4, 4, 2)]
 
 

@@ -12,11 +12,12 @@ from graphplat import guard, tree
 from graphplat.budget import Budget
 from graphplat.errors import CaptureError
 from graphplat.hookspecs import CaptureProgress
+from graphplat.output_layout import UnlikeLayoutError
 from graphplat.outputs import GraphOutput
 from graphplat.peers import Cost, Outcome
 from graphplat.report import Reason, ShapeReport
 from graphplat.runners import fitting
-from graphplat.runners.entry import Entry, check_inputs_kept, installed_on
+from graphplat.runners.entry import Entry, check_inputs_kept, installed_on, installed_tensors
 from graphplat.runners.participants import Participant
 from graphplat.runners.planning import split_remaining
 from graphplat.runners.stale import drop_stale, start_over
@@ -170,6 +171,10 @@ def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> b
         inputs, captured, installed = _capture(runner, key)
     except CaptureError as error:
         runner.backend.drop(key)  # where only another rank failed
+        family = key.phase, key.family
+        if family in runner.context.old_layouts and isinstance(error.__cause__, UnlikeLayoutError):
+            runner.eager_runner.forget_outputs(key)
+            return _capture_key(runner, key, total, done)
         _handle_failure(runner, key, error, total, done)
         return False
     budget = fitting.budget_of(runner)
@@ -229,6 +234,7 @@ def place_output(runner: GraphRunner, key: ShapeKey, output: Any) -> GraphOutput
     """
     layout, addresses = runner.eager_runner.output_layout(key), runner.watch.pointers()
     layout.check(output, key.requests, key.tokens)
+    runner.context.old_layouts.discard((key.phase, key.family))
     aliases = runner.platform.capabilities.memory_aliases
 
     def persistent(path: str, leaf: torch.Tensor) -> bool:
@@ -277,12 +283,6 @@ def _handle_failure(runner: GraphRunner, key: ShapeKey, error: CaptureError, tot
 def _miss(runner: GraphRunner, key: ShapeKey, reason: Reason, detail: str) -> None:
     runner.missing[key] = (reason, detail)
     runner.context.skip(runner.phase, reason, detail, key)
-
-
-def installed_tensors(before: dict[str, torch.Tensor], batch: ForwardBatch) -> dict[str, torch.Tensor]:
-    """The tensors that ``prepare_capture_batch`` put on *batch*, by path."""
-    known = {id(tensor) for tensor in before.values()}
-    return {path: tensor for path, tensor in batch.tensors().items() if id(tensor) not in known}
 
 
 def _report(runner: GraphRunner, kind: str, total: int, done: int, **more: object) -> None:

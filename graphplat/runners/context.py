@@ -97,6 +97,8 @@ class RunnerContext:
     estimates: dict[Phase, int] = attrs.field(factory=dict)
     """Bytes that the graphs of a phase were expected to take."""
     layouts: dict[Any, OutputLayout] = attrs.field(factory=dict)
+    old_layouts: set[Any] = attrs.field(factory=set)
+    """The families whose layout was found before the present capture, and has met no output of it."""
     """Per phase and family: what its outputs are."""
     backends: list[CaptureBackend] = attrs.field(factory=list)
     kept: str = ""
@@ -252,8 +254,10 @@ class RunnerContext:
         self.shapes = [shape for shape in self.shapes if shape.key.phase is not phase]
         self.skipped = [skip for skip in self.skipped if skip.phase is not phase]
         self.estimates.pop(phase, None)
-        # The runtime may return something else by the next capture.
-        self.layouts = {family: layout for family, layout in self.layouts.items() if family[0] is not phase}
+        # The runtime may return something else by the next capture; if it does, the small runs come again.
+        self.old_layouts |= {family for family in self.layouts if family[0] is phase}
+        if self.peers is not None:  # where one rank alone would find out
+            self.layouts = {family: found for family, found in self.layouts.items() if family[0] is not phase}
 
     def forget_shape(self, key: ShapeKey) -> None:
         """Drop what was noted about the graph of *key*, which is gone."""

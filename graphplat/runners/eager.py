@@ -168,6 +168,7 @@ class EagerRunner(BaseRunner):
     def forget_outputs(self, key: ShapeKey) -> None:
         """Find the outputs of *key*'s family anew when next needed."""
         self.context.layouts.pop((key.phase, key.family), None)
+        self.context.old_layouts.discard((key.phase, key.family))
 
     def output_layout(self, key: ShapeKey) -> OutputLayout:
         """What the outputs of *key*'s family are, found once by a few small eager runs.

@@ -42,6 +42,12 @@ def installed_on(batch: ForwardBatch) -> dict[str, Any]:
     }
 
 
+def installed_tensors(before: dict[str, torch.Tensor], batch: ForwardBatch) -> dict[str, torch.Tensor]:
+    """The tensors that ``prepare_capture_batch`` put on *batch*, by path."""
+    known = {id(tensor) for tensor in before.values()}
+    return {path: tensor for path, tensor in batch.tensors().items() if id(tensor) not in known}
+
+
 def check_inputs_kept(
     runner: GraphRunner, key: ShapeKey, given: Mapping[str, Any], batch: ForwardBatch
 ) -> None:
