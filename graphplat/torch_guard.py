@@ -83,9 +83,9 @@ def _changed(before: dict[str, Any], owner: Any) -> list[tuple[str, Any]]:
 def _is_own_affair(owner: Any, name: str, old: Any, new: Any) -> bool:
     """Whether torch itself may have made this change."""
     private = name.startswith("_") and not name.endswith("__")
-    inner = _is(owner, ModuleType) and owner is not torch
-    if (private or inner) and not callable(old) and not _is(old, ModuleType):
-        return True  # a cache or a flag: device counts, initialization state, default generators
+    inner = owner not in (torch, torch.Tensor)
+    if (private or inner) and not (callable(old) or _is(old, ModuleType) or hasattr(type(old), "__get__")):
+        return True  # a cache or a flag: device counts, initialization state, a context's stream
     if name == "Storage":
         return True  # an alias that follows the default dtype
     if not inspect.isfunction(new):

@@ -283,6 +283,7 @@ ORDINARY = {
     "modes": "torch.inference_mode()(torch.autocast('cpu')(torch.ones))(1)",
     "import": "import torch.distributed.tensor, torch._inductor",
     "ask": "[one.is_available() for one in (torch.cuda, torch.xpu, torch.accelerator)]",
+    "capture": "torch.cuda.graph.default_capture_stream = object()",  # as the first capture on a GPU does
 }
 
 
