@@ -236,7 +236,7 @@ class CaptureBackend(ReplayBackend):
             discard(graphs, error)
             if not isinstance(error, Exception):
                 raise
-            raise self._error(CaptureError, "the captured forward could not be run", key, error) from error
+            raise self.error_for(CaptureError, "the captured forward could not be run", key, error) from error
 
     def _reading(self, key: ShapeKey) -> tuple[float, int | None]:
         """The time, and the bytes that the device holds without what a pool of no graph still had."""
@@ -244,7 +244,7 @@ class CaptureBackend(ReplayBackend):
             self.context.renew_unused_pool()
         except Exception as error:
             what = "the memory of earlier graphs could not be released"
-            raise self._error(CaptureError, what, key, error) from error
+            raise self.error_for(CaptureError, what, key, error) from error
         return time.perf_counter(), self.platform.reserved_bytes(self.device)
 
     def _warm_up(
@@ -256,7 +256,7 @@ class CaptureBackend(ReplayBackend):
             if post_warmup_hook is not None:
                 post_warmup_hook()
         except Exception as error:
-            raise self._error(CaptureError, "the warm-up run failed", key, error) from error
+            raise self.error_for(CaptureError, "the warm-up run failed", key, error) from error
         self._warmed = True
         return time.perf_counter() - started
 
@@ -266,7 +266,7 @@ class CaptureBackend(ReplayBackend):
             if self.platform.capabilities.memory_aliases:
                 output.lend(self.platform, recording)
         except Exception as error:
-            raise self._error(CaptureError, "the forward could not be captured", key, error) from error
+            raise self.error_for(CaptureError, "the forward could not be captured", key, error) from error
         return recording, output
 
     def _segments(self, recording: Any) -> int:

@@ -134,7 +134,7 @@ class CompiledBackend(FullBackend):
         except CaptureError:
             raise
         except Exception as error:
-            raise self._error(CaptureError, "the forward could not be compiled", key, error) from error
+            raise self.error_for(CaptureError, "the forward could not be compiled", key, error) from error
         self._warmed = True
         return time.perf_counter() - started
 

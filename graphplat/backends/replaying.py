@@ -99,9 +99,24 @@ class ReplayBackend(abc.ABC):
         del shape_key
         return False
 
+    def error_for(
+        self, kind: type[GraphplatError], what: str, key: ShapeKey, error: BaseException
+    ) -> GraphplatError:
+        """An error of *kind* to raise from *error*: what went wrong with *key*, and where in the runtime."""
+        where = guard.user_frame(error)
+        return kind(
+            f"{what}: {type(error).__name__}: {error}" + (f" (at {where})" if where else ""),
+            platform=self.platform.name,
+            phase=key.phase,
+            bucket=key.size,
+            hint='Set on_failure="eager" to run such batches without a graph'
+            if kind is CaptureError
+            else None,
+        )
+
     def replay_error(self, shape_key: ShapeKey, error: Exception) -> GraphplatError:
         """What to raise for a foreign *error* met while launching *shape_key*."""
-        return self._error(ReplayError, "the graph could not be replayed", shape_key, error)
+        return self.error_for(ReplayError, "the graph could not be replayed", shape_key, error)
 
     def update(self, shape_key: ShapeKey, values: Mapping[str, Sequence[int]]) -> None:
         """Rewrite host values of *shape_key* for its next replay, behind a fence.
@@ -116,7 +131,7 @@ class ReplayBackend(abc.ABC):
                 self.platform.update_graph(graph, values)
         except Exception as error:
             what = f"host values {sorted(values)} could not be updated"
-            raise self._error(ReplayError, what, shape_key, error) from error
+            raise self.error_for(ReplayError, what, shape_key, error) from error
 
     def replay_updated(
         self, shape_key: ShapeKey, values: Mapping[str, Sequence[int]], batch: ForwardBatch | None = None
@@ -143,7 +158,7 @@ class ReplayBackend(abc.ABC):
             for graph in self.device_graphs(key):
                 self.platform.update_graph(graph, values)
         except Exception as error:
-            failed = self._error(
+            failed = self.error_for(
                 ReplayError, f"host values {sorted(values)} could not be updated", key, error
             )
             try:  # the replay under way waits for values: those of the capture let it end
@@ -183,20 +198,6 @@ class ReplayBackend(abc.ABC):
         """The device graphs of a recording, in capture order."""
 
     # Steps
-
-    def _error(
-        self, kind: type[GraphplatError], what: str, key: ShapeKey, error: BaseException
-    ) -> GraphplatError:
-        where = guard.user_frame(error)
-        return kind(
-            f"{what}: {type(error).__name__}: {error}" + (f" (at {where})" if where else ""),
-            platform=self.platform.name,
-            phase=key.phase,
-            bucket=key.size,
-            hint='Set on_failure="eager" to run such batches without a graph'
-            if kind is CaptureError
-            else None,
-        )
 
     def _reset(self, recording: Any) -> None:
         reset_all(self._graphs(recording))

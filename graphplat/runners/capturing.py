@@ -222,7 +222,9 @@ def _prepare(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, ForwardBa
         before, given = batch.tensors(), dict(tree.walk(batch.inputs))
         runner.model_runner.prepare_capture_batch(batch)
     except Exception as error:
-        raise runner.backend._error(CaptureError, "the capture could not be prepared", key, error) from error
+        raise runner.backend.error_for(
+            CaptureError, "the capture could not be prepared", key, error
+        ) from error
     check_inputs_kept(runner, key, given, batch)
     return inputs, batch, installed_tensors(before, batch)
 
