@@ -84,7 +84,7 @@ def _is_own_affair(owner: Any, name: str, old: Any, new: Any) -> bool:
     """Whether torch itself may have made this change."""
     private = name.startswith("_") and not name.endswith("__")
     inner = owner not in (torch, torch.Tensor)
-    if (private or inner) and not (callable(old) or _is(old, ModuleType) or hasattr(type(old), "__get__")):
+    if (private or inner) and _is_data(old):
         return True  # a cache or a flag: device counts, initialization state, a context's stream
     if name == "Storage":
         return True  # an alias that follows the default dtype
@@ -98,9 +98,13 @@ def _is_own_affair(owner: Any, name: str, old: Any, new: Any) -> bool:
 
 def _hides(owner: type, name: str) -> bool:
     # Python itself writes these into a class, the last when an instance is copied
-    return name not in {"__doc__", "__annotations__", "__slotnames__"} and any(
-        name in vars(base) for base in owner.__mro__[1:]
-    )
+    if name in {"__doc__", "__annotations__", "__slotnames__"}:
+        return False
+    return any(name in vars(base) and not _is_data(vars(base)[name]) for base in owner.__mro__[1:])
+
+
+def _is_data(value: Any) -> bool:
+    return not (callable(value) or _is(value, ModuleType) or hasattr(type(value), "__get__"))
 
 
 # Settings
