@@ -75,9 +75,12 @@ def capture_cuda_graphs(
     )
     context = eager_runner.context
     context.hooks, context.shared_output = hooks, shared_output
+    were_on = context.forward_hooks.registered
     try:
         prefill_runner, decode = _set_up(eager_runner, model_runner, decode=capture_decode_cuda_graph)
     except BaseException as error:
+        if not were_on:  # by an earlier set-up, which goes on
+            context.forward_hooks.remove()
         _abandon(context, error)
         raise
     report = CaptureReport(
@@ -122,8 +125,7 @@ def _set_up(
 
 
 def _abandon(context: RunnerContext, error: BaseException) -> None:
-    """Leave no forward hook on and no graph alive after a set-up that ended in *error*."""
-    context.forward_hooks.remove()
+    """Leave no graph alive after a set-up that ended in *error*."""
     for runner in context.runners:
         try:
             runner.release()

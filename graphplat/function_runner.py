@@ -70,7 +70,8 @@ def graphed(
         decode=PhaseConfig(buckets=None if buckets is None else tuple(buckets), **settings)
     )
     # Set-up runs the function several times, which in training mode may change running statistics.
-    with restored(list(runner.model.buffers()) if runner.model.training else []):
+    buffers = [buffer for buffer in runner.model.buffers() if buffer.layout is torch.strided]
+    with restored(buffers if runner.model.training else []):
         capture = capture_cuda_graphs(model_runner=runner)
         if check and capture.decode.runner is not None:
             _check_padding(RowCheck(runner, capture.eager_runner), capture.decode.runner)

@@ -136,7 +136,8 @@ def _check_names(model_runner: ModelRunner) -> None:
     for name, value in own.items():
         if name.startswith("_") or hasattr(ModelRunner, name):
             continue
-        close = difflib.get_close_matches(name, unset, n=1, cutoff=0.88)
+        alike = [member for member in unset if _same_words(name, member)]
+        close = difflib.get_close_matches(name, alike, n=1, cutoff=0.88)
         if close and not _differs_in_number(name, value, close[0], unset[close[0]]):
             raise ContractError(
                 f"{cls.__qualname__}.{name} is no member of ModelRunner",
@@ -144,8 +145,14 @@ def _check_names(model_runner: ModelRunner) -> None:
             )
 
 
+def _same_words(name: str, member: str) -> bool:
+    """Whether *name* has as many words and numbers as *member*: ``tp_process_group`` is a name of its own."""
+    shapes = [[len(part.split("_")), *filter(str.isdigit, part)] for part in (name, member)]
+    return shapes[0] == shapes[1]
+
+
 def _differs_in_number(name: str, value: object, member: str, default: object) -> bool:
     """Whether *name* rightly is the plural or the singular of *member*: several of one, or one of several."""
-    several = isinstance(default, _SEVERAL)
-    other = member.removesuffix("s") if several else f"{member}s"
-    return name == other and isinstance(value, _SEVERAL) is not several
+    if isinstance(default, _SEVERAL):
+        return name == member.removesuffix("s") and not isinstance(value, _SEVERAL)
+    return name == f"{member}s" and (default is None or isinstance(value, _SEVERAL))

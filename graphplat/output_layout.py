@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,7 +15,7 @@ from graphplat.errors import CaptureError
 
 RowAxis = tuple[int, Literal["requests", "tokens"]]
 
-_PLAIN = (int, float, complex, str, bytes, tuple, range, torch.device)
+_PLAIN = (numbers.Number, str, bytes, tuple, range, torch.device)
 """Values that a step gives as well as any equal ones; a tuple is the shape and the dtype of a tensor."""
 
 
@@ -29,7 +31,7 @@ class OutputLayout:
     shared: frozenset[str]
     """The outputs that lie in memory of the runtime's own."""
     found: dict[str, Any]
-    """Each output of the first run: shape and dtype of a tensor, or the host value itself."""
+    """Each output of the first run: shape and dtype of a tensor, the host value, a reference to an object."""
 
     @classmethod
     def infer(cls, runs: Sequence[tuple[tuple[int, int], Any]]) -> OutputLayout:
@@ -55,7 +57,7 @@ class OutputLayout:
                 continue
             for other in found[1:]:
                 _same(path, leaf, other)
-        return cls(axes, _shared_leaves(runs), first)
+        return cls(axes, _shared_leaves(runs), {path: _noted(leaf) for path, leaf in first.items()})
 
     def check(self, output: Any, requests: int, tokens: int) -> None:
         """Raise :class:`UnlikeLayoutError` where the output of a run of so many rows is of another layout."""
@@ -78,6 +80,20 @@ def _described(output: Any) -> dict[str, Any]:
         path: (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
         for path, leaf in tree.leaves(output, "outputs", CaptureError).items()
     }
+
+
+def _noted(leaf: Any) -> Any:
+    """*leaf* to compare others with; one that equals itself alone is not kept alive: it may be a cache."""
+    if _has_equals(leaf):
+        return leaf
+    try:
+        return weakref.ref(leaf)
+    except TypeError:
+        return leaf
+
+
+def _has_equals(leaf: Any) -> bool:
+    return bool(getattr(type(leaf), "__eq__") is not getattr(object, "__eq__"))  # noqa: B009 - for mypy
 
 
 def _same_paths(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -106,8 +122,12 @@ def _row_axis(path: str, found: list[Any], rows: list[tuple[int, int]]) -> RowAx
 
 def _same(path: str, expected: Any, found: Any) -> None:
     """Raise unless *found* is what a replay that gives *expected* would give: equal, or that very object."""
+    if isinstance(expected, weakref.ref) and not isinstance(found, weakref.ref):
+        expected = expected()
     plain = type(found) is type(expected) and isinstance(found, _PLAIN)
     if found is expected or (plain and (found == expected or repr(found) == repr(expected))):
+        return
+    if type(found) is type(expected) and _has_equals(found) and (found == expected) is True:
         return
     if plain or isinstance(found, (*_PLAIN, type(None))) or isinstance(expected, (*_PLAIN, type(None))):
         raise _unstable(path, f"is {_shown(expected)}, then {_shown(found)}")

@@ -98,7 +98,7 @@ def _is_own_affair(owner: Any, name: str, old: Any, new: Any) -> bool:
 
 def _hides(owner: type, name: str) -> bool:
     # Python itself writes these into a class, the last when an instance is copied
-    if name in {"__doc__", "__annotations__", "__slotnames__"}:
+    if name in {"__doc__", "__annotations__", "__annotations_cache__", "__annotate_func__", "__slotnames__"}:
         return False
     return any(name in vars(base) and not _is_data(vars(base)[name]) for base in owner.__mro__[1:])
 

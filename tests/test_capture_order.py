@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from graphplat import (
+    CaptureError,
     CudaGraphsCapture,
     DecodeGraphCapture,
     DecodeGraphRunner,
@@ -443,6 +444,16 @@ def test_a_second_set_up_puts_no_hook_on_twice(device: torch.device) -> None:
     assert len(toy.model._forward_hooks) == 1
     capture.decode_runner.release()
     capture.prefill_runner.release()
+    assert len(toy.model._forward_hooks) == 1
+
+
+def test_a_set_up_that_fails_leaves_the_hooks_of_an_earlier_one_on(device: torch.device) -> None:
+    """The runners of the first go on to serve, and call them."""
+    toy = Recorder(Events(), str(device), enable_symm_mem=False)
+    capture_cuda_graphs(model_runner=toy)
+    toy.forward = lambda batch: batch.no_such_field
+    with pytest.raises(CaptureError):
+        capture_cuda_graphs(model_runner=toy)
     assert len(toy.model._forward_hooks) == 1
 
 

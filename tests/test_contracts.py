@@ -192,6 +192,13 @@ def test_a_misspelt_setting_of_an_instance_is_refused(
         {"process_groups": {"tp": None}, "generator": torch.Generator()},
         {"canary_managers": [], "tokens": 3, "request": None, "forward_streams": (None,)},
         {"generators": (), "generator_s": 1, "generatos": 2},
+        {
+            "draft_worker": None,
+            "tp_process_group": None,
+            "max_tokens_per_request": 8,
+            "forward_stream2": None,
+        },
+        {"forward_streams": object(), "process_groups": object()},
     ],
 )
 def test_names_of_a_runtimes_own_are_its_own(runtime: Any, members: dict[str, Any]) -> None:

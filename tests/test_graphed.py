@@ -329,9 +329,33 @@ def test_dropout_in_training_mode_is_warned_of(device: torch.device, rows: Rows)
     graphed(network, rows(3), buckets=(4,))
 
 
+@pytest.mark.parametrize("capture", ["startup", "lazy"])
+def test_an_influence_shows_in_a_result_that_is_an_input(
+    device: torch.device, rows: Rows, capture: Any
+) -> None:
+    """A function that writes to its input and returns it is checked before any later run writes there."""
+
+    def centre(x: torch.Tensor) -> torch.Tensor:
+        x -= x.mean(0)
+        return x
+
+    with pytest.raises(CaptureError, match="rows influence each other"):
+        graphed(centre, rows(3), buckets=(4,), capture=capture)
+
+
+def test_a_constant_may_be_nan(device: torch.device, rows: Rows) -> None:
+    """It is equal to itself alone in Python, and one constant here."""
+    call = graphed(lambda x, c: x.masked_fill(x < 50, c), (rows(3), float("nan")), buckets=(4,))
+    assert call(x := rows(2), float("nan")).isnan().equal(x < 50)
+    assert call.stats.replayed == 1
+
+
 def test_set_up_leaves_no_trace_in_a_module_in_training_mode(device: torch.device, rows: Rows) -> None:
     """Running statistics are as before, though the function was run several times; so is the example."""
     network = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)).to(device)
+    network.register_buffer("expanded", torch.arange(4, device=device).expand(3, 4))
+    with torch.inference_mode():
+        network.register_buffer("inferred", torch.ones(2, device=device))
     before = {name: value.clone() for name, value in network.state_dict().items()}
     example = rows(3)
     kept = example.clone()

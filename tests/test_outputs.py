@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -151,6 +154,41 @@ def test_one_object_at_every_run_and_equal_values_are_returned_as_they_are(
     assert found["config"] is config
     assert (found["phase"], found["dtype"], found["device"]) == (Phase.DECODE, x.dtype, x.device)
     assert found["columns"] == range(3)
+
+
+def test_equal_constants_that_are_new_at_each_run_are_captured(runtime: Any, decode: Any, rows: Any) -> None:
+    """What compares by value is one value, however often it is made; NaN is the same NaN."""
+    make = lambda: {"set": frozenset({"a"}), "path": Path("x"), "cut": slice(0, 3), "nan": float("nan")}
+    runner = capture_cuda_graphs(
+        model_runner=runtime(
+            lambda batch: {"y": batch.inputs["x"] * 2, **make()}, decode=PhaseConfig(buckets=(4,))
+        )
+    ).decode_runner
+    x = rows(3)
+    found = runner.execute(decode(3, x=x))
+    assert torch.equal(found.pop("y"), x * 2)
+    assert repr(found) == repr(make())
+    assert runner.stats.replayed == 1
+
+
+def test_an_object_in_the_outputs_is_let_go_of_by_a_release(runtime: Any) -> None:
+    """A cache that the forward returns beside its tensors lives no longer than its runtime wants."""
+
+    class Cache:
+        pass
+
+    state = {"cache": Cache()}
+    runner = capture_cuda_graphs(
+        model_runner=runtime(
+            lambda batch: {"y": batch.inputs["x"] * 2, "cache": state["cache"]},
+            decode=PhaseConfig(buckets=(4,)),
+        )
+    ).decode_runner
+    gone = weakref.ref(state["cache"])
+    runner.release()
+    state.clear()
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_runtime_may_return_something_else_by_the_next_capture(

@@ -275,8 +275,9 @@ def _handle_failure(runner: GraphRunner, key: ShapeKey, error: CaptureError, tot
     stopped = peers is not None and peers.failure is Outcome.DONE
     if stopped or (not short and runner.config.on_failure == "raise"):
         raise error
-    if peers is not None:
+    if peers is not None or isinstance(error.__cause__, UnlikeLayoutError):
         runner.eager_runner.forget_outputs(key)  # what one rank knows and another does not would part them
+    if peers is not None:
         peers.handled()
     _miss(runner, key, Reason.OUT_OF_MEMORY if short else Reason.CAPTURE_FAILED, str(error))
     _report(runner, "skipped", total, done + 1, key=key, detail=str(error))

@@ -189,6 +189,7 @@ class EagerRunner(BaseRunner):
                 before = platform.allocated_bytes(device)
                 runs = [((probe.requests, probe.tokens), self._run_dummy(probe)) for probe in probes]
             self.context.layouts[family] = OutputLayout.infer(runs)
+            self.context.old_layouts.discard(family)
             del runs
             # More or less than before: a table for each size, or one that follows the latest.
             if platform.allocated_bytes(device) != before:

@@ -103,10 +103,12 @@ def refuse_live(entries: Iterable[Entry], batch: ForwardBatch) -> Decision | Non
 
 def same_constant(one: Any, other: Any) -> bool:
     """Whether no forward can tell host values apart: equal, of one type at any depth, zeros of one sign."""
-    if type(one) is not type(other) or one != other:
+    if type(one) is not type(other):
         return False
     if isinstance(one, float | complex):
-        return repr(one) == repr(other)
+        return repr(one) == repr(other)  # also NaN, which equals nothing
+    if one is not other and one != other:
+        return False
     if isinstance(one, frozenset):
         return set(map(repr, one)) == set(map(repr, other))
     inner, others = tree.children(one) or (), tree.children(other) or ()
