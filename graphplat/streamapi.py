@@ -20,7 +20,7 @@ class StreamGraphApi(msgspec.Struct, frozen=True, kw_only=True):
     context_keywords: dict[str, Any] = {}
     """Passed to the context manager beside ``pool`` and ``stream``."""
     package: str | None = None
-    """Import this to make the module appear."""
+    """What makes the module appear, where torch does not load it by itself."""
     raw_stream: str | None = None
     """A function of ``torch._C`` that gives a device's current stream as a number, where there is one.
     Making a stream object costs some 6 µs on every step, the number 0.1."""

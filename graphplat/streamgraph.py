@@ -90,7 +90,7 @@ class StreamGraphPlatform(Platform, abstract=True):
         if module is None and package is not None and importlib.util.find_spec(package) is None:
             raise RuntimeError(f"{package} is not installed")
         if module is None:
-            hint = "" if package is None else f"; import {package} first"
+            hint = "" if package is None else f"; import {package} before graphplat looks for platforms"
             raise RuntimeError(f"torch.{self.api.module} does not exist{hint}")
         if not hasattr(module, self.api.graph_class):
             raise RuntimeError(f"torch.{self.api.module} has no {self.api.graph_class} in this release")

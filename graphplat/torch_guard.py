@@ -271,7 +271,8 @@ def refusal(what: str, changes: list[str], *, platform: str | None = None, phase
         f"{what} changes torch for the whole process; undone: {', '.join(changes)}",
         platform=platform,
         phase=phase,
-        hint="A plugin may add to torch, but not replace what is there",
+        hint="A plugin may add to torch, but not replace what is there. If it imports the device's own "
+        "package, import that one before graphplat looks for platforms",
     )
 
 

@@ -182,6 +182,14 @@ class TestDemo:
         assert "no-such-weights is not installed" in error
         assert "random" in error
 
+    def test_a_path_beside_random_weights_is_refused(self, monkeypatch, capsys):
+        """One of the two would be ignored."""
+        monkeypatch.setattr(sys, "argv", ["graphplat", "demo", "--random", "--model", "somewhere"])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        assert ended.value.code == 1
+        assert "both asked for" in capsys.readouterr().err
+
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
     def test_a_device_that_cannot_be_used_is_an_error_with_its_reason(self, monkeypatch, capsys):
         """Never a quiet fall to another device."""

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from graphplat import CaptureReport, CudaGraphsCapture, GraphConfig, Phase, PhaseConfig, capture_cuda_graphs
 from graphplat.cli import render
+from graphplat.errors import ConfigError
 from graphplat.integrations.generation import Completion, Engine
 from graphplat.integrations.text import TextStream
 from graphplat.integrations.transformers import CausalLMRunner
@@ -146,6 +147,8 @@ class Demo:
         self._status("loading the model")
         dtype: torch.dtype = getattr(torch, self.dtype)
         if self.random:
+            if self.model is not None:
+                raise ConfigError("random weights and a model's path were both asked for", field="model")
             return random_model(device=device, dtype=dtype)
         return load_model(self.model, device=device, dtype=dtype)
 
