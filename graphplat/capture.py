@@ -81,7 +81,7 @@ def capture_cuda_graphs(
     except BaseException as error:
         if not were_on:  # by an earlier set-up, which goes on
             context.forward_hooks.remove()
-        _abandon(context, error)
+        context.release_all(error)
         raise
     report = CaptureReport(
         platform=resolution.platform.name,
@@ -122,15 +122,6 @@ def _set_up(
     if model_runner.canary_manager is not None and not model_runner.is_draft_worker:
         model_runner.canary_manager.mark_init_finished()
     return prefill_runner, captured
-
-
-def _abandon(context: RunnerContext, error: BaseException) -> None:
-    """Leave no graph alive after a set-up that ended in *error*."""
-    for runner in context.runners:
-        try:
-            runner.release()
-        except Exception as cleanup:  # noqa: BLE001 - the first error is the one to report
-            error.add_note(f"releasing {runner.phase} graphs failed too: {type(cleanup).__name__}: {cleanup}")
 
 
 def capture_prefill_graph(*, model_runner: ModelRunner, eager_runner: EagerRunner) -> BaseRunner:

@@ -74,7 +74,7 @@ def graphed(
     with restored(buffers if runner.model.training else []):
         capture = capture_cuda_graphs(model_runner=runner)
         if check and capture.decode.runner is not None:
-            _check_padding(RowCheck(runner, capture.eager_runner), capture.decode.runner)
+            _check_padding(RowCheck(runner, capture.eager_runner))
     return Graphed(runner, capture.decode_runner, capture.report)
 
 
@@ -183,12 +183,12 @@ class Graphed:
         return ForwardBatch(phase=Phase.DECODE, num_requests=rows, num_tokens=rows, inputs=arguments)
 
 
-def _check_padding(check: RowCheck, graphs: BaseRunner) -> None:
-    """Warn of modules in training mode; where padding changes results, destroy *graphs* and raise."""
+def _check_padding(check: RowCheck) -> None:
+    """Warn of modules in training mode; where padding changes results, destroy the graphs and raise."""
     try:
         check.run()
-    except BaseException:
-        graphs.release()
+    except BaseException as error:
+        check.eager.context.release_all(error)
         raise
     if training := in_training(check.runner.model):
         warn(f"graphed() replays modules in training mode: {'; '.join(training)}. Call eval() before")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from graphplat import CaptureError, GraphplatWarning, InputError, Reason, UpTo, graphed
+from graphplat.runners import GraphRunner
 
 Rows = Callable[..., torch.Tensor]
 
@@ -341,6 +342,20 @@ def test_an_influence_shows_in_a_result_that_is_an_input(
 
     with pytest.raises(CaptureError, match="rows influence each other"):
         graphed(centre, rows(3), buckets=(4,), capture=capture)
+
+
+def test_a_refusal_keeps_its_cause_where_the_graphs_cannot_be_released(
+    device: torch.device, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is that of the rows; what failed beside it is a note on it."""
+
+    def fails(self: Any) -> None:
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(GraphRunner, "release", fails)
+    with pytest.raises(CaptureError, match="rows influence") as caught:
+        graphed(lambda x: (x / 100).softmax(0), rows(3), buckets=(4,))
+    assert caught.value.__notes__ == ["releasing decode graphs failed too: OSError: the device is gone"]
 
 
 def test_a_constant_may_be_nan(device: torch.device, rows: Rows) -> None:

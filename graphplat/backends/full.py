@@ -49,15 +49,19 @@ class FullBackend(CaptureBackend):
 
 
 def abandon(context: RunnerContext, graph: Any, error: BaseException) -> None:
-    """Clean up after a failed capture; a clean-up error is attached to *error*, never lost."""
+    """Clean up after a failed capture, and take another pool unless this one is sound."""
+    if not abort(context.platform, graph, error, pool=context.pool, stream=context.stream):
+        context.renew_pool()
+
+
+def abort(platform: Platform, graph: Any, error: BaseException, *, pool: Any, stream: Any) -> bool:
+    """End the capture that *error* stopped; whether its pool is sound. What fails here is noted on it."""
     try:
         with warnings.catch_warnings():
             # True of a capture that failed before its first operator, and no news beside the failure.
             warnings.filterwarnings("ignore", message="(?i).*graph is empty")
-            sound = context.platform.abort_capture(graph, pool=context.pool, stream=context.stream)
-        if not sound:
-            context.renew_pool()
+            return platform.abort_capture(graph, pool=pool, stream=stream)
     except Exception as cleanup:  # noqa: BLE001 - whatever fails here must not hide the first error
         what = f"{type(cleanup).__name__}: {cleanup}"
         error.add_note(f"cleaning up after the failed capture failed too: {what}")
-        context.renew_pool()
+        return False

@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from graphplat import guard
+from graphplat.backends.full import abort
 from graphplat.bench.measure import Clock
 
 
@@ -67,8 +68,8 @@ class Hand:
             platform.capture_begin(graph, pool=pool, stream=self._stream)
             output = function()
             platform.capture_end(graph)
-        except BaseException:
-            platform.abort_capture(graph, pool=pool, stream=self._stream)
+        except BaseException as error:
+            abort(platform, graph, error, pool=pool, stream=self._stream)
             raise
         seconds = time.perf_counter() - warmed
         after = platform.reserved_bytes(device)

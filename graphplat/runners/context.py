@@ -187,6 +187,15 @@ class RunnerContext:
         """Device graphs that all runners hold now."""
         return sum(backend.live_graphs for backend in self.backends)
 
+    def release_all(self, error: BaseException) -> None:
+        """Destroy the graphs of every runner because of *error*; what fails here is noted on it."""
+        for runner in self.runners:
+            try:
+                runner.release()
+            except Exception as cleanup:  # noqa: BLE001 - the first error is the one to report
+                what = f"{type(cleanup).__name__}: {cleanup}"
+                error.add_note(f"releasing {runner.phase} graphs failed too: {what}")
+
     def release_memory(self) -> None:
         """Let go of the pool, the shared outputs and the stream once no graph is left."""
         if self.live_graphs:
