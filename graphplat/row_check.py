@@ -66,7 +66,8 @@ class RowCheck:
         if sizes is None:
             return
         try:
-            with self.eager.context.arena.lock, self._random_states_kept():
+            context = self.eager.context
+            with context.arena.lock, context.random_state_kept(), torch.random.fork_rng(devices=()):
                 self._compare(*sizes)
         except GraphplatError:
             raise
@@ -146,16 +147,6 @@ class RowCheck:
     def _random_states(self) -> list[torch.Tensor]:
         own = self.eager.context.platform.rng_state(self.runner.device)
         return [torch.get_rng_state()] + ([] if own is None else [own])
-
-    @contextlib.contextmanager
-    def _random_states_kept(self) -> Iterator[None]:
-        host, *own = self._random_states()
-        try:
-            yield
-        finally:
-            torch.set_rng_state(host)
-            for state in own:
-                self.eager.context.platform.set_rng_state(self.runner.device, state)
 
     def _influence(self, path: str, rows: int, bucket: int, apart: str) -> CaptureError:
         where = f"output {path!r}" if path else "the output"

@@ -20,16 +20,15 @@ _plain: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _size: Callable[[torch.Tensor], Any] = torch.Tensor.size
 _stride: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 _dtype: Callable[[torch.Tensor], Any] = operator.attrgetter("dtype")
-_SPARSE = {
-    "crow_indices": (torch.sparse_csr, torch.sparse_bsr),
-    "ccol_indices": (torch.sparse_csc, torch.sparse_bsc),
-    "col_indices": (torch.sparse_csr, torch.sparse_bsr),
-    "row_indices": (torch.sparse_csc, torch.sparse_bsc),
-    "values": (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc),
-    "_indices": (torch.sparse_coo,),
-    "_values": (torch.sparse_coo,),
+_BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_csr: _BY_ROW,
+    torch.sparse_bsr: _BY_ROW,
+    torch.sparse_csc: _BY_COLUMN,
+    torch.sparse_bsc: _BY_COLUMN,
+    torch.sparse_coo: ("_indices", "_values"),  # indices() and values() refuse an uncoalesced one
 }
-"""The parts of sparse tensors by the layouts that have them; the public ones refuse an uncoalesced tensor."""
+"""What gives the parts of a sparse tensor, by its layout."""
 _AT_ONCE = 8
 _FEW = 64
 
@@ -40,9 +39,7 @@ def _address(tensor: torch.Tensor) -> Address:
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return tuple(_address(getattr(tensor, name)) for name in names)
     if tensor.layout is not torch.strided:
-        return tuple(
-            getattr(tensor, part)().data_ptr() for part, at in _SPARSE.items() if tensor.layout in at
-        )
+        return tuple(getattr(tensor, part)().data_ptr() for part in _PARTS.get(tensor.layout, ()))
     return tensor.data_ptr()
 
 

@@ -66,6 +66,16 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(main.app, list(arguments), catch_exceptions=False)
 
 
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> str:
+    """What the command writes to standard error, having ended with status 1."""
+    monkeypatch.setattr(sys, "argv", ["graphplat", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 1
+    error: str = capsys.readouterr().err
+    return error
+
+
 def status_lines(text: str) -> list[str]:
     """Ours alone: a library may have something to say too."""
     return [line for line in text.splitlines() if line.startswith("graphplat: ")]
@@ -174,30 +184,20 @@ class TestDemo:
     def test_without_weights_it_says_so_and_runs_nothing(self, monkeypatch, capsys):
         """Random weights are for those who ask."""
         monkeypatch.setattr(weights, "DEFAULT_DISTRIBUTION", "no-such-weights")
-        monkeypatch.setattr(sys, "argv", ["graphplat", "demo"])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        assert ended.value.code == 1
-        error = capsys.readouterr().err
+        error = refused(monkeypatch, capsys, "demo")
         assert "no-such-weights is not installed" in error
         assert "random" in error
 
     def test_a_path_beside_random_weights_is_refused(self, monkeypatch, capsys):
         """One of the two would be ignored."""
-        monkeypatch.setattr(sys, "argv", ["graphplat", "demo", "--random", "--model", "somewhere"])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        assert ended.value.code == 1
-        assert "both asked for" in capsys.readouterr().err
+        error = refused(monkeypatch, capsys, "demo", "--random", "--model", "somewhere")
+        assert "both asked for" in error
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
     def test_a_device_that_cannot_be_used_is_an_error_with_its_reason(self, monkeypatch, capsys):
         """Never a quiet fall to another device."""
-        monkeypatch.setattr(sys, "argv", ["graphplat", "demo", "--random", "--device", "cuda"])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        assert ended.value.code == 1
-        assert "no platform for 'cuda'" in capsys.readouterr().err
+        error = refused(monkeypatch, capsys, "demo", "--random", "--device", "cuda")
+        assert "no platform for 'cuda'" in error
 
     def test_a_hugging_face_folder_runs(self, folder):
         """Its tokenizer has no chat template, so that the prompt is taken as it is."""

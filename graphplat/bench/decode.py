@@ -12,7 +12,7 @@ import attrs
 from graphplat.backends.numerics import tolerance
 from graphplat.batch import ForwardBatch
 from graphplat.bench.baselines import bare_graph, compiled_forward, compiler, graphed_callables, static_copy
-from graphplat.bench.measure import FRESH, Clock, Say, Schedule, Timing, Watch, Way, worst_difference
+from graphplat.bench.measure import FRESH, Clock, Say, Schedule, Timing, Watch, Way, brief, worst_difference
 from graphplat.bench.records import BenchReport, Skip, StepRow
 from graphplat.bench.subject import Subject, hold
 from graphplat.capture import CudaGraphsCapture
@@ -112,7 +112,7 @@ class Steps:
                 with self.watch() if compiles else nullcontext():
                     capture = hold(self._held, self.subject.capture(**settings))
             except Exception as error:  # noqa: BLE001 - reported; the other ways still run
-                self.skip(name, _brief(error), failed=True)
+                self.skip(name, brief(error), failed=True)
             else:
                 yield way, capture
 
@@ -221,7 +221,7 @@ class Steps:
         except NotImplementedError as error:
             self.skip(name, str(error) or "it is not implemented here")
         except Exception as error:  # noqa: BLE001 - reported; the other ways still run
-            self.skip(name, _brief(error), failed=True)
+            self.skip(name, brief(error), failed=True)
         else:
             yield made
 
@@ -244,7 +244,7 @@ class Steps:
             try:
                 differences[way.name] = worst_difference(way, expected)
             except Exception as error:  # noqa: BLE001 - reported; the other ways still run
-                self.skip(f"{way.name} at {size}", _brief(error), failed=True)
+                self.skip(f"{way.name} at {size}", brief(error), failed=True)
                 continue
             limit = 0.0 if way.exact else allowed
             if differences[way.name] > limit:
@@ -263,10 +263,6 @@ class Steps:
         timings = self.clock.steps([way for way in ways if way.name in once], schedule)
         for way in (way for way in ways if way.name in differences):
             yield _row(way, size, batches[0], differences[way.name], timings.get(way.name))
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _row(way: Way, size: int, batch: ForwardBatch, difference: float, timing: Timing | None) -> StepRow:

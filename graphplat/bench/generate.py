@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import torch
 
-from graphplat.bench.measure import Clock, Say, Watch
+from graphplat.bench.measure import Clock, Say, Watch, brief
 from graphplat.bench.records import BenchReport, GenerateRow, Skip, Spread
 from graphplat.bench.subject import hold
 from graphplat.config import GraphConfig
@@ -89,7 +89,7 @@ class Generation:
                 self._skip(way.name, str(error))
                 continue
             except Exception as error:  # noqa: BLE001 - one way that goes wrong must not end the others
-                self._skip(way.name, f"{type(error).__name__}: {error}".splitlines()[0], failed=True)
+                self._skip(way.name, brief(error), failed=True)
                 continue
             way.warmup_seconds = time.perf_counter() - started
             yield way

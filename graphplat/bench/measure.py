@@ -203,6 +203,11 @@ def _rotated(ways: Sequence[Way], turn: int) -> list[Way]:
     return [*ways[first:], *ways[:first]]
 
 
+def brief(error: Exception) -> str:
+    """One line on *error*, for what is skipped."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def worst_difference(way: Way, expected: Sequence[torch.Tensor]) -> float:
     """How far *way*'s outputs are from *expected*, for each of the inputs."""
     worst = 0.0
