@@ -147,6 +147,7 @@ class GraphRunner(BaseRunner):
                     and batch.global_dp_buffer_len is None
                     and batch.global_num_tokens_gpu is None
                     and not batch.capture_only
+                    # autocast_now(), without the call
                     and (get_autocast_dtype(kind) if is_autocast_enabled(kind) else None) is self.autocast
                 )
             except (AttributeError, TypeError):  # no batch, or counts that are none: the full way says which
