@@ -62,6 +62,8 @@ class PhaseConfig(_Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """``auto`` warms the largest bucket up, and any other only where capture shows the need."""
     compile: Literal["once", "each"] = "once"
     """Backend ``compiled``: kernels for all sizes together, or faster-fitting ones for each."""
+    compile_options: dict[str, bool | int | float | str] = {}
+    """Backend ``compiled``: options of torch's compiler, as ``torch.compile(options=...)`` takes them."""
     tolerance: PositiveFloat | None = None
     """Backend ``compiled``: largest difference from eager, as a part of the largest result. ``None``: 1e-8,
     1e-4, 2e-2 or 0.15 for float64, float32, float16 or bfloat16, by the least precise type in use."""

@@ -45,6 +45,8 @@ class Staging:
     _slots: list[_Slot] = attrs.field(factory=list)
     _events: dict[int, Any] = attrs.field(factory=dict)
     """By the first slot of the half that each guards."""
+    _half: int = 0
+    """Slots in half a ring."""
     _next: int = 0
     _cuts: int = 0
     """Sizes remembered in all slots."""
@@ -87,7 +89,7 @@ class Staging:
         torch._foreach_copy_(heads, values)
         bound = self.bound
         bound.arena.owner = None  # until all is written
-        bound.packed.copy_(slot.raw, non_blocking=True)
+        bound.packed.copy_(slot.raw, True)  # non_blocking; keywords take time
         bound.arena.owner = bound
         bound.rows = rows
         self._fence()
@@ -96,9 +98,9 @@ class Staging:
         arena = self.bound.arena
         if not arena.pins:
             return False
-        slots = min(_MOST, max(_FEWEST, _RING_BYTES // max(self.bound.nbytes, 1))) // 2 * 2
+        self._half = min(_MOST, max(_FEWEST, _RING_BYTES // max(self.bound.nbytes, 1))) // 2
         without = "host batches are copied field by field"
-        self._ring = pinned_zeros(slots, self.bound.nbytes, dtype=torch.uint8, without=without)
+        self._ring = pinned_zeros(2 * self._half, self.bound.nbytes, dtype=torch.uint8, without=without)
         arena.pins = self._ring is not None
         return arena.pins
 
@@ -126,13 +128,12 @@ class Staging:
 
     def _fence(self) -> None:
         """Go on to the next slot; at the end of a half, record when the device has read it."""
-        assert self._ring is not None  # noqa: S101 - send() allocated it
-        half = len(self._ring) // 2
-        following = self._next + 1
-        if following % half == 0:
+        half, following = self._half, self._next + 1
+        if following == half or following == 2 * half:
             arena = self.bound.arena
             self._events[following - half] = arena.platform.record_event(arena.stream)
-        self._next = following % (2 * half)
+            following %= 2 * half
+        self._next = following
 
     def _make_slot(self, index: int) -> _Slot:
         assert self._ring is not None  # noqa: S101 - send() allocated it

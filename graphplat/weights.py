@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 Address = int | tuple[Any, ...]
 Described = tuple[Address, torch.Size, tuple[int, ...], torch.dtype]
 _plain: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
-_size: Callable[[torch.Tensor], Any] = torch.Tensor.size
 _stride: Callable[[torch.Tensor], Any] = torch.Tensor.stride
-_dtype: Callable[[torch.Tensor], Any] = operator.attrgetter("dtype")
+_form: Callable[[torch.Tensor], Any] = operator.attrgetter("shape", "dtype")
 _BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _PARTS = {
     torch.sparse_csr: _BY_ROW,
@@ -46,6 +45,10 @@ def _address(tensor: torch.Tensor) -> Address:
 def _describe(tensor: torch.Tensor) -> Described:
     strides = tensor.stride() if tensor.layout is torch.strided else ()
     return _address(tensor), tensor.shape, strides, tensor.dtype
+
+
+def _describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, Described]:
+    return {name: _describe(tensor) for name, tensor in tensors.items()} if tensors else {}
 
 
 def _numbers(address: Address) -> Iterator[int]:
@@ -79,8 +82,8 @@ class WeightWatch:
     _live: list[torch.Tensor] = attrs.field(factory=list)
     _pointers: list[Address] = attrs.field(factory=list)
     _locate: Callable[[torch.Tensor], Address] = _plain
-    _layouts: list[tuple[list[torch.Tensor], list[Any], list[Any], list[Any]]] = attrs.field(factory=list)
-    """Tensors that are looked at together, their sizes, strides and types."""
+    _layouts: list[tuple[list[torch.Tensor], list[Any], list[Any]]] = attrs.field(factory=list)
+    """Tensors that are looked at together, their strides, and their sizes and types."""
     _turn: int = 0
     _reshaped: bool = False
     """A layout was found changed; kept until :meth:`remember`, since only some are looked at each time."""
@@ -112,12 +115,9 @@ class WeightWatch:
         self._pointers = list(map(self._locate, self._live))
         turns = -(-len(plain) // _AT_ONCE) if len(plain) > _FEW else 1
         shares = [plain[turn::turns] for turn in range(turns)]
-        self._layouts = [
-            (share, list(map(_size, share)), list(map(_stride, share)), list(map(_dtype, share)))
-            for share in shares
-        ]
+        self._layouts = [(share, list(map(_stride, share)), list(map(_form, share))) for share in shares]
         self._turn, self._reshaped = 0, False
-        self._extras = self._describe_extras()
+        self._extras = _describe_all(self.model_runner.extra_tensors())
         self._named = self._describe_named()
 
     def forget(self) -> None:
@@ -135,14 +135,14 @@ class WeightWatch:
         """What moved since :meth:`remember`, by name, or ``None``."""
         if self._moved is not None:
             return self._moved
-        held = self._read()
+        held, runner = self._read(), self.model_runner
         if (
-            self.model_runner.model is self._model
+            runner.model is self._model
             and len(held) == len(self._held)
             and all(map(operator.is_, held, self._held))
             and list(map(self._locate, self._live)) == self._pointers
-            and self._same_layouts()
-            and self._describe_extras() == self._extras
+            and not (self._reshaped or self._any_reshaped())
+            and _describe_all(runner.extra_tensors()) == self._extras
         ):
             return None
         return self._name_moved()
@@ -150,22 +150,19 @@ class WeightWatch:
     def _read(self) -> list[Any]:
         # All dictionaries in one call. All that matters of its result is that it stays the same.
         held = gc.get_referents(*self._holders)
-        for holder in self._others:
-            held += holder.values()
+        if self._others:
+            held += itertools.chain.from_iterable(holder.values() for holder in self._others)
         return held
 
-    def _same_layouts(self) -> bool:
+    def _any_reshaped(self) -> bool:
         """Compare sizes and strides: of all tensors, or of eight others at each call."""
-        if self._reshaped or not self._layouts:
-            return not self._reshaped
-        self._turn = turn = (self._turn + 1) % len(self._layouts)
-        looked_at, sizes, strides, types = self._layouts[turn]
-        self._reshaped = (
-            list(map(_size, looked_at)) != sizes
-            or list(map(_stride, looked_at)) != strides
-            or list(map(_dtype, looked_at)) != types
-        )
-        return not self._reshaped
+        layouts, turn = self._layouts, self._turn
+        looked_at, strides, forms = layouts[turn]
+        self._turn = turn - 1 if turn else len(layouts) - 1
+        if list(map(_stride, looked_at)) == strides and list(map(_form, looked_at)) == forms:
+            return False
+        self._reshaped = True
+        return True
 
     def settle(self) -> str | None:
         """As :meth:`moved`, but tensors that only came in addition are taken as known."""
@@ -177,7 +174,7 @@ class WeightWatch:
 
     def _any_lost(self) -> bool:
         """Whether a remembered tensor is no longer there, or lies elsewhere."""
-        there = self._describe_named() | self._describe_extras()
+        there = self._describe_named() | _describe_all(self.model_runner.extra_tensors())
         known = self._named | self._extras
         return any(there.get(name) != described for name, described in known.items())
 
@@ -185,10 +182,6 @@ class WeightWatch:
         """The addresses of all watched tensors."""
         found = [*self._pointers, *(address for address, *_ in self._extras.values())]
         return set(itertools.chain.from_iterable(map(_numbers, found)))
-
-    def _describe_extras(self) -> dict[str, Described]:
-        extras = self.model_runner.extra_tensors()
-        return {name: _describe(tensor) for name, tensor in extras.items()} if extras else {}
 
     def _describe_named(self) -> dict[str, Described]:
         # Read from the dictionaries: a model may give named_parameters() a meaning of its own.
@@ -203,7 +196,8 @@ class WeightWatch:
         if self.model_runner.model is not self._model:
             return "the model"
         known = self._named | self._extras
-        for name, described in (self._describe_named() | self._describe_extras()).items():
+        there = self._describe_named() | _describe_all(self.model_runner.extra_tensors())
+        for name, described in there.items():
             if known.get(name) != described:
                 return name
         return "a submodule, parameter, buffer or extra tensor that was replaced or is gone"

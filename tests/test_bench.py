@@ -436,10 +436,12 @@ def test_ways_take_turns_and_fresh_inputs(monkeypatch) -> None:
 
 
 def test_host_times_take_turns(monkeypatch) -> None:
-    """Blocks of short steps begin with another way each time, too."""
-    ticking = Ticking(monkeypatch)
-    clock().host([ticking.way(name, 1.0) for name in ("a", "b", "c")], blocks=3, size=2)
-    assert "".join(name for name, _ in ticking.ran) == "aabbccbbccaaccaabb"
+    """Blocks of short steps begin with another way each time, too, after five steps that do not count."""
+    ticking = Ticking(monkeypatch, cold=1.0)
+    found = clock().host([ticking.way(name, 1.0) for name in ("a", "b", "c")], blocks=3, size=2)
+    blocks = [(name, len(list(group))) for name, group in itertools.groupby(name for name, _ in ticking.ran)]
+    assert blocks == [(name, 5 + 2) for name in "abcbcacab"]
+    assert {spread.median for spread in found.values()} == {1e6}
 
 
 def test_steps_by_hand_are_compared_too(monkeypatch) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from graphplat import (
     CaptureError,
+    ConfigError,
     ForwardBatch,
     InputSpec,
     Phase,
@@ -77,6 +78,47 @@ def test_each_size_may_have_kernels_of_its_own(runtime, decode, rows) -> None:
     assert all("compiled in" in note for note in notes(capture).values())
     x = rows(3)
     torch.testing.assert_close(capture.decode_runner.execute(decode(3, x=x)), x.cos())
+
+
+def test_the_compiler_gets_the_options_of_its_phase(runtime, decode, rows, monkeypatch) -> None:
+    """What compile_options holds reaches the compiler at every size, and graph trees stay off."""
+    given: list[dict[str, Any]] = []
+    compiler = torch.compile
+
+    def compile_as_told(function: Any, **settings: Any) -> Any:
+        given.append(settings["options"])
+        return compiler(function, **settings)
+
+    monkeypatch.setattr(torch, "compile", compile_as_told)
+    options = {"coordinate_descent_tuning": True}
+    made = runtime(lambda batch: batch.inputs["x"] * 2, decode=config(compile_options=options))
+    options.clear()
+    runner = capture_cuda_graphs(model_runner=made).decode_runner
+    assert len(given) == 3  # checked, all sizes, size one
+    assert all(each["coordinate_descent_tuning"] is True for each in given)
+    assert [each["triton.cudagraphs"] for each in given[1:]] == [False, False]
+    x = rows(3)
+    assert torch.equal(runner.execute(decode(3, x=x)), x * 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"no_such_option": 1}, "refuses: Unexpected optimization option no_such_option "),
+        ({"max_autotune": "yes"}, "refuses: .*max_autotune.*str"),
+        ({"triton.cudagraphs": True}, "'triton.cudagraphs' asks for the compiler's own graphs"),
+    ],
+)
+def test_options_that_the_compiler_refuses_are_named_before_anything_runs(
+    runtime, options: dict[str, Any], message: str
+) -> None:
+    """A misspelt option is an error of the settings also where failed captures run eagerly."""
+    made = runtime(
+        lambda batch: batch.inputs["x"] * 2, decode=config(compile_options=options, on_failure="eager")
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        capture_cuda_graphs(model_runner=made)
+    assert caught.value.field == "compile_options"
 
 
 def test_a_forward_that_depends_on_its_size_is_compiled_for_each(runtime, decode, rows) -> None:

@@ -232,7 +232,8 @@ def test_every_public_name_is_explained(name):
 
 def settings(config: type[msgspec.Struct]) -> dict[str, Any]:
     """The fields and defaults of a config."""
-    return {field.name: field.default for field in msgspec.structs.fields(config)}
+    blank = config()
+    return {field.name: getattr(blank, field.name) for field in msgspec.structs.fields(config)}
 
 
 def test_the_table_of_settings_is_phase_config():

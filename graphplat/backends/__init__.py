@@ -8,6 +8,7 @@ from graphplat.backends.base import CaptureBackend, CapturedShape, Place
 from graphplat.backends.breakable import BreakableBackend
 from graphplat.backends.compiled import CompiledBackend
 from graphplat.backends.full import FullBackend
+from graphplat.backends.kernels import check_options
 from graphplat.errors import ConfigError, PlatformError
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def make_backend(
 
     *updatable*: host values of its graphs will be rewritten.
 
-    Raises :class:`PlatformError` when the platform lacks what it needs.
+    Raises :class:`PlatformError` when the platform lacks what it needs, and :class:`ConfigError` for
+    options that the compiler does not know.
     """
     lacking = lacking_capability(config.backend, context.platform.capabilities)
     if lacking is not None:
@@ -58,6 +60,8 @@ def make_backend(
             platform=context.platform.name,
             hint='Use another backend, or "disabled"',
         )
+    if config.backend == "compiled":
+        check_options(config.compile_options)
     backend = _BACKENDS[config.backend](
         platform=context.platform,
         device=context.device,

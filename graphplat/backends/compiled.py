@@ -155,7 +155,7 @@ class CompiledBackend(FullBackend):
         """Run with kernels for all sizes; ``False`` where they do not exist."""
         kernels = self._kernels.get((key.family, None))
         if kernels is None:
-            kernels = Kernels.make(self.context.model_runner.forward, dynamic=True)
+            kernels = self._make(key, dynamic=True)
             self._kernels[key.family, None] = kernels
         forward.kernels = kernels
         frames = guard.compiled_frames()
@@ -178,16 +178,20 @@ class CompiledBackend(FullBackend):
         where = (key.family, key.size)
         forward.kernels = self._kernels.get(where)
         if forward.kernels is None:
-            forward.kernels = Kernels.make(self.context.model_runner.forward, dynamic=False)
+            forward.kernels = self._make(key, dynamic=False)
         try:
             forward()
         except Exception as error:
             if guard.is_out_of_memory(error) or not forward.kernels.whole:
                 raise
             self._notes.append(f"compiled in pieces: {_brief(error)}")
-            forward.kernels = Kernels.make(self.context.model_runner.forward, dynamic=False, whole=False)
+            forward.kernels = self._make(key, dynamic=False, whole=False)
             forward()
         self._kernels[where] = forward.kernels
+
+    def _make(self, key: ShapeKey, **how: bool) -> Kernels:
+        """Kernels for the phase of *key*, nothing compiled yet."""
+        return Kernels.make(self.context.model_runner.forward, self._config(key).compile_options, **how)
 
     def _compare(
         self, key: ShapeKey, forward: CompiledForward, probe: ForwardBatch, expected: Mapping[str, Any]

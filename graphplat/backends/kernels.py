@@ -5,17 +5,42 @@ from __future__ import annotations
 import contextlib
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from graphplat import guard, tree
+from graphplat.errors import ConfigError
 
 if TYPE_CHECKING:
     from graphplat.backends.compiled import CompiledForward
     from graphplat.batch import ForwardBatch
+
+
+_TREES = "triton.cudagraphs"
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigError` for options that torch's compiler does not know, or that ask for its graphs.
+
+    Loads the compiler, if there are any.
+    """
+    if options.get(_TREES):
+        raise ConfigError(
+            f"{_TREES!r} asks for the compiler's own graphs",
+            field="compile_options",
+            hint="Leave it out: graphs of this library hold the kernels",
+        )
+    if not options:
+        return
+    try:
+        torch.compile(lambda: None, options=dict(options))
+    except RuntimeError as error:
+        what = str(error).partition(", known options")[0]  # hundreds of names follow
+        hint = "torch._inductor.list_options() names them all"
+        raise ConfigError(f"the compiler refuses: {what}", field="compile_options", hint=hint) from error
 
 
 @attrs.define(eq=False)
@@ -30,8 +55,15 @@ class Kernels:
     """Whether the compiler ran since graphs were last destroyed."""
 
     @classmethod
-    def make(cls, forward: Callable[[ForwardBatch], Any], *, dynamic: bool, whole: bool = True) -> Kernels:
-        """Kernels of *forward*, nothing compiled yet.
+    def make(
+        cls,
+        forward: Callable[[ForwardBatch], Any],
+        options: Mapping[str, Any],
+        *,
+        dynamic: bool,
+        whole: bool = True,
+    ) -> Kernels:
+        """Kernels of *forward* with *options* of the compiler, nothing compiled yet.
 
         The compiler's own graph trees are off: a graph of ours must hold the kernels.
         Its caches on disk are as the process has them, on by default.
@@ -44,7 +76,7 @@ class Kernels:
             own_code(step),
             fullgraph=whole,
             dynamic=None if dynamic else False,
-            options={"triton.cudagraphs": False},
+            options={**options, _TREES: False},
         )
         return cls(compiled, dynamic, whole)
 

@@ -26,6 +26,9 @@ Say = Callable[[str], None]
 Watch = Callable[[], AbstractContextManager[None]]
 """Entered while a compiler may take minutes, so that somebody can see what it does."""
 
+_COLD = 5
+"""Short steps at the start of a block that are not recorded: a wait has put the device's driver out of the
+caches, and the way before everything else."""
 _QUICK, _BLOCK = 5e-3, 20
 """Steps of less than so many seconds run in blocks of at least so many, if the budget allows."""
 
@@ -183,14 +186,19 @@ class Clock:
         return (time.perf_counter() - started) / size * 1e6
 
     def host(self, ways: Sequence[Way], *, blocks: int = 100, size: int = 20) -> dict[str, Spread]:
-        """Host time of short steps: of *size* calls in a row, before the device is waited for."""
+        """Host time of short steps: of *size* calls in a row, before the device is waited for.
+
+        The first of them are not recorded, as in :meth:`steps`.
+        """
         found: dict[str, list[float]] = {way.name: [] for way in ways}
         with guard.garbage_collection_held():
             for turn in range(blocks):
                 for way in _rotated(ways, turn):
                     self.sync()
+                    for index in range(_COLD):
+                        way.step(index % FRESH)
                     started = time.perf_counter()
-                    for index in range(size):
+                    for index in range(_COLD, _COLD + size):
                         way.step(index % FRESH)
                     found[way.name].append((time.perf_counter() - started) / size * 1e6)
         self.sync()

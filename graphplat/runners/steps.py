@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Found = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
 """Targets, the same in the unit of a plan, and sources, field by field."""
 
+_Tensor, _strided = torch.Tensor, torch.strided  # looked up for every field of every step
+
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WHOLE = (*_UNITS.values(), torch.int8)
 
@@ -119,12 +121,12 @@ class StepPlan:
         for path, _, shape, dtype, _, _ in self.fields:
             value = inputs.get(path)
             if (
-                type(value) is not torch.Tensor
+                type(value) is not _Tensor
                 or value.dtype is not dtype
                 or value.shape != shape
                 or not value.is_cpu
                 or value.requires_grad
-                or value.layout is not torch.strided
+                or value.layout is not _strided
             ):
                 return None
             sources.append(value)
@@ -143,7 +145,7 @@ class StepPlan:
             if value is view:
                 continue
             if (
-                type(value) is not torch.Tensor
+                type(value) is not _Tensor
                 or value.dtype is not dtype
                 or value.shape != shape
                 or value.device != self.device
