@@ -18,7 +18,7 @@ from graphplat.config import PhaseConfig
 from graphplat.report import total_bytes
 from graphplat.runners import BaseRunner
 
-_REPEATS = 3
+_REPEATS = 5
 
 
 @attrs.define(eq=False)
