@@ -892,7 +892,8 @@ def test_the_graph_limit_counts_segments(runtime, decode, rows):
         decode=breakable(buckets=tuple(range(1, 9))),
     )
     eager = EagerRunner(TenGraphs(), toy)
-    runner = capture_decode_graph(model_runner=toy, eager_runner=eager).runner
+    with pytest.warns(match="the device allows too few graphs for 5 of 8 shapes"):
+        runner = capture_decode_graph(model_runner=toy, eager_runner=eager).runner
     assert runner is not None
     assert runner.buckets == (1, 7, 8)
     assert eager.context.live_graphs == 9
@@ -955,8 +956,10 @@ def test_a_lazy_capture_without_room_leaves_the_graphs_of_the_other_phase(runtim
     prefill = capture_prefill_graph(model_runner=toy, eager_runner=eager)
     assert eager.context.live_graphs == 4
     x = rows(2)
+    with pytest.warns(match="the device allows too few graphs for 1 of 1 shapes"):
+        assert torch.equal(runner.execute(decode(2, x=x)), (x + 1) * 2 + 1)
     assert torch.equal(runner.execute(decode(2, x=x)), (x + 1) * 2 + 1)
-    assert runner.stats.eager == {Reason.GRAPH_LIMIT: 1}
+    assert runner.stats.eager == {Reason.GRAPH_LIMIT: 2}
     assert prefill.buckets == (4, 8)
 
 

@@ -57,6 +57,7 @@ def capture_on_use(runner: GraphRunner, key: ShapeKey) -> Entry | None:
     while limit is not None and len(runner.entries) >= limit:
         runner.drop(next(iter(runner.entries)))
     if not _make_room(runner, key):
+        fitting.warn_if_short(runner, [key])
         return None
     runner.context.release_memory()
     with runner.context.together(f"the capture of {key}"):
@@ -177,21 +178,18 @@ def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> b
             return _capture_key(runner, key, total, done)
         _handle_failure(runner, key, error, total, done)
         return False
-    budget = fitting.budget_of(runner)
-    spent = sum(shape.bytes or 0 for shape in runner.context.shapes_of(runner.phase))
-    over = budget is not None and spent + fitting.known_bytes(runner, captured) > budget
+    over = fitting.over_budget(runner, captured)
     if over and (runner.config.capture == "lazy" or not fitting.can_retry(runner)):
         runner.backend.drop(key)
         runner.context.renew_unused_pool()
-        why = f"{captured.bytes} bytes on top of {spent} exceed {budget}"
-        _miss(runner, key, Reason.MEMORY_BUDGET, why)
-        _report(runner, "skipped", total, done + 1, key=key, detail=why)
+        _miss(runner, key, Reason.MEMORY_BUDGET, over)
+        _report(runner, "skipped", total, done + 1, key=key, detail=over)
         return False
     _admit(runner, Entry(key, inputs, captured.output, installed), captured)
     drop_stale(runner, key)
     if not over:
         _report(runner, "captured", total, done + 1, key=key, seconds=captured.seconds)
-    return over
+    return bool(over)
 
 
 def _capture(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, CapturedShape, dict[str, Any]]:

@@ -36,8 +36,14 @@ def note_estimate(runner: GraphRunner, keys: list[ShapeKey]) -> None:
             runner.context.estimates[runner.phase] = expected
 
 
-def known_bytes(runner: GraphRunner, captured: CapturedShape) -> int:
-    """What *captured* takes; raises :class:`PlatformError` where nobody can say."""
+def over_budget(runner: GraphRunner, captured: CapturedShape) -> str:
+    """By what *captured* exceeds the budget of its phase; empty if it does not.
+
+    Raises :class:`PlatformError` where there is a budget and nobody can say what a graph takes.
+    """
+    budget = budget_of(runner)
+    if budget is None:
+        return ""
     if captured.bytes is None:
         raise PlatformError(
             "memory_budget_gb is set, but this platform cannot say what a graph takes",
@@ -45,13 +51,25 @@ def known_bytes(runner: GraphRunner, captured: CapturedShape) -> int:
             phase=runner.phase,
             hint="Leave memory_budget_gb out, or limit max_graphs",
         )
-    return captured.bytes
+    spent = sum(shape.bytes or 0 for shape in runner.context.shapes_of(runner.phase))
+    within = spent + captured.bytes <= budget
+    return "" if within else f"{captured.bytes} bytes on top of {spent} exceed {budget}"
 
 
 def warn_if_short(runner: GraphRunner, keys: list[ShapeKey]) -> None:
-    """Say which of *keys* have no graph for want of memory; batches run in larger buckets, or eagerly."""
-    short = (Reason.OUT_OF_MEMORY, Reason.MEMORY_BUDGET)
-    lost = [key for key in keys if runner.missing.get(key, (None,))[0] in short]
+    """Say which of *keys* have no graph for want of memory, or of graphs on the device.
+
+    Their batches run in larger buckets, or eagerly. Who sets ``max_graphs`` to less than there are shapes
+    knows that some have none.
+    """
+    own = runner.config.max_graphs if runner.config.capture == "startup" else None
+    _warn_of(runner, keys, "too little memory", Reason.OUT_OF_MEMORY, Reason.MEMORY_BUDGET)
+    if own is None or own >= len(runner.keys):
+        _warn_of(runner, keys, "the device allows too few graphs", Reason.GRAPH_LIMIT)
+
+
+def _warn_of(runner: GraphRunner, keys: list[ShapeKey], short_of: str, *reasons: Reason) -> None:
+    lost = [key for key in keys if runner.missing.get(key, (None,))[0] in reasons]
     if lost:
         names = ", ".join(map(str, lost))
-        warn(f"too little memory for {len(lost)} of {len(keys)} graphs: {names}. The report says why")
+        warn(f"{short_of} for {len(lost)} of {len(keys)} shapes: {names}. The report says why")

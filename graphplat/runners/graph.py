@@ -238,7 +238,7 @@ class GraphRunner(BaseRunner):
             self.missing = dict.fromkeys(plan.dropped, (Reason.GRAPH_LIMIT, plan.why))
             with fresh_casts():
                 capture_planned(self, plan)
-        warn_if_short(self, plan.keys)
+        warn_if_short(self, [*plan.keys, *plan.dropped])
 
     # Running
 

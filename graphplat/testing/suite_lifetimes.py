@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from graphplat import ForwardBatch, Platform, Reason, capture_decode_graph
+from graphplat import ForwardBatch, GraphplatWarning, Platform, Reason, capture_decode_graph
 from graphplat.testing.suite_runtime import (
     BUCKETS,
     WIDTH,
@@ -179,14 +179,15 @@ def test_a_limit_on_graphs_keeps_both_ends(
     platform: Platform, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """
-    Where fewer graphs are allowed than there are buckets, the smallest and the largest stay, the report
-    names what was dropped, and every batch still gets the right answer.
+    Where fewer graphs are allowed than there are buckets, the smallest and the largest stay, a warning and
+    the report name what was dropped, and every batch still gets the right answer.
     """
     fewer = msgspec.structs.replace(platform.capabilities, max_graphs=3)
     monkeypatch.setattr(platform, "capabilities", fewer)
     ladder = tuple(range(1, 9))
     eager = prepared(platform, SuiteRuntime(device, scaled, buckets=ladder))
-    runner = capture_decode_graph(model_runner=eager.context.model_runner, eager_runner=eager).runner
+    with pytest.warns(GraphplatWarning, match="allows too few graphs for 5 of 8 shapes"):
+        runner = capture_decode_graph(model_runner=eager.context.model_runner, eager_runner=eager).runner
     assert runner is not None
     assert len(runner.buckets) == 3, f"{runner.buckets} for a limit of 3"
     assert (runner.buckets[0], runner.buckets[-1]) == (1, 8)
