@@ -107,8 +107,8 @@ def test_a_device_that_is_full_captures_less(sim, rig, rows):
 def test_a_limit_on_graphs_thins_the_ladder(runtime, device, rows, decode, monkeypatch, budget, backend):
     """
     Guards against vllm-project/vllm-ascend#1168, #9596, #9564 and #8585: thirty buckets on a device that
-    holds five graphs: five are captured, evenly spread, both ends among them, and a warning and the report say
-    so; with room for none everything runs eagerly, and nothing fails.
+    holds five graphs: five are captured, evenly spread, both ends among them, and a warning and the report
+    say so; with room for none everything runs eagerly, and nothing fails.
     """
     platform = platform_for(device)
     limited = msgspec.structs.replace(platform.capabilities, max_graphs=budget)
