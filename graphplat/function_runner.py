@@ -51,11 +51,12 @@ def graphed(
     of the example are run eagerly, alone and padded, and must agree but for rounding
     (``graphplat.backends.numerics.TOLERANCES``, by the least precise type among example and parameters;
     float32 counts as float16 where it may be multiplied in fewer bits, so on all devices but the CPU), and in
-    whole numbers, unless what they are computed from has few bits. One row is enough; give rows like those to come: what the example's values do not show is not found, nor
-    anything of a function that draws random numbers, nor whether a dimension ``UpTo`` may be widened. The
-    check is skipped where every size from 1 on has a bucket of its own. A function that computes in
-    fewer bits than its tensors have may need ``check=False``. A module in training mode that drops values or
-    normalises by its batch is warned of by :class:`GraphplatWarning`; its buffers are as before afterwards.
+    whole numbers, unless what they are computed from has few bits. One row is enough; give rows like those
+    to come: what the example's values do not show is not found, nor anything of a function that draws random
+    numbers, nor whether a dimension ``UpTo`` may be widened. The check is skipped where every size from 1 on
+    has a bucket of its own. A function that computes in fewer bits than its tensors have may need
+    ``check=False``. A module in training mode that drops values or normalises by its batch is warned of by
+    :class:`GraphplatWarning`; its buffers are as before afterwards.
 
     Results carry no gradient. A tensor that *function* closes over is read at its address
     of now; give a module, whose parameters and buffers are watched, where they may move.
