@@ -126,10 +126,16 @@ def eager_on_graph(
     the body only reads: the segment copies them into memory that all breaks share, instead
     of each owning its own.
 
-    The result has ``run_eager``, the body itself. Raises :class:`ContractError` if
+    The result has ``run_eager``, the body itself. Raises :class:`ContractError` for other *rows*, and if
     *copy_inputs* or *writes* name no argument of the body, or both the same; and at capture
     :class:`CaptureError` where *rows* has nothing to act on: no tensor returned, no *writes*.
     """
+    if rows not in (None, "tokens", "requests"):
+        raise ContractError(f"rows={rows!r} counts nothing", hint='Give "tokens", "requests" or None')
+    several: dict[str, object] = {"copy_inputs": copy_inputs, "writes": writes}
+    for option, names in several.items():
+        if isinstance(names, str):
+            raise ContractError(f"{option} takes several names, found {names!r}", hint=f"Write ({names!r},)")
     options = BreakOptions(capture_stub, rows, tuple(copy_inputs), tuple(writes))
 
     def decorate(body: Callable[P, R]) -> EagerOnGraph[P, R]:

@@ -15,7 +15,6 @@ from graphplat.model_runner import ModelRunner, check_model_runner
 from graphplat.outputs import GraphSharedOutput
 from graphplat.platform import IN_TREE_DEVICE_TYPES, Platform
 from graphplat.report import CaptureReport, Decision, Reason, total_bytes
-from graphplat.runners import deciding
 from graphplat.runners.base import BaseRunner
 from graphplat.runners.context import RunnerContext
 from graphplat.runners.decode import DecodeGraphRunner
@@ -31,7 +30,7 @@ class DecodeGraphCapture(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of decode set-up."""
 
     runner: BaseRunner | None
-    """Runs decode steps; ``None`` where decode has no graphs."""
+    """Runs decode steps; ``None`` where there can be no decode graphs, the eager runner for a draft's."""
     graph_mem_usage: float | None
     """GiB of device memory that the decode graphs took: 0 where there are none, ``None`` where the platform
     cannot say."""
@@ -140,12 +139,7 @@ def capture_prefill_graph(*, model_runner: ModelRunner, eager_runner: EagerRunne
     runner = runner or PrefillGraphRunner(context.platform, model_runner, eager_runner)
     runner.capture()
     context.without_graphs.pop(Phase.PREFILL, None)
-    if isinstance(runner, GraphRunner) and not runner.has_room():
-        nothing = (Reason.HOST_VALUE, deciding.cannot_update(runner) or "")
-        reason, detail = next(iter(runner.missing.values()), nothing)
-        context.without_graphs[Phase.PREFILL] = Decision(reason=reason, detail=detail)
-        return eager_runner
-    return runner
+    return eager_runner if _has_no_room(runner) else runner
 
 
 def capture_decode_graph(*, model_runner: ModelRunner, eager_runner: EagerRunner) -> DecodeGraphCapture:
@@ -167,7 +161,18 @@ def capture_decode_graph(*, model_runner: ModelRunner, eager_runner: EagerRunner
     runner = runner or DecodeGraphRunner(context.platform, model_runner, eager_runner)
     runner.capture()
     context.without_graphs.pop(Phase.DECODE, None)
+    if _has_no_room(runner):
+        return DecodeGraphCapture(runner=None, graph_mem_usage=0)
     return DecodeGraphCapture(runner=runner, graph_mem_usage=_decode_gib(context, before))
+
+
+def _has_no_room(runner: BaseRunner) -> bool:
+    """Whether limits leave *runner* no graph, now or later; notes why for the eager runner's answers."""
+    if not isinstance(runner, GraphRunner) or runner.has_room():
+        return False
+    reason, detail = next(iter(runner.missing.values()))
+    runner.context.without_graphs[runner.phase] = Decision(reason=reason, detail=detail)
+    return True
 
 
 def _context_of(eager_runner: EagerRunner, model_runner: ModelRunner) -> RunnerContext:
@@ -207,7 +212,7 @@ def _find_refusal(context: RunnerContext, phase: Phase) -> tuple[Reason, str] | 
             platform=platform.name,
             phase=phase,
         )
-    backend = config.phase(phase).backend
+    backend, reason = config.phase(phase).backend, Reason.UNSUPPORTED
     lacking = lacking_capability(backend, platform.capabilities)
     if not supported:
         detail = f"platform {platform.name!r} does not support {phase} graphs"
@@ -217,11 +222,20 @@ def _find_refusal(context: RunnerContext, phase: Phase) -> tuple[Reason, str] | 
         detail = f"the {backend} backend needs the capability {lacking!r}"
     elif context.model_runner.process_group is not None and not platform.capabilities.collectives_in_capture:
         detail = "a process group needs the capability 'collectives_in_capture'"
+    elif updated := _cannot_update(context, phase):
+        reason, detail = Reason.HOST_VALUE, f"{platform.name} cannot rewrite {updated} in a graph"
     else:
         return None
     if config.on_unsupported == "raise":
         raise PlatformError(detail, platform=platform.name, phase=phase, hint='Set on_unsupported="eager"')
-    return Reason.UNSUPPORTED, detail
+    return reason, detail
+
+
+def _cannot_update(context: RunnerContext, phase: Phase) -> str:
+    """The host values of *phase* that its graphs would have to rewrite, where they cannot; else empty."""
+    if context.platform.capabilities.update_after_capture != "none":
+        return ""
+    return ", ".join(path for path, rule in context.spec(phase).hosts.items() if rule.update)
 
 
 def _compare_ranks(context: RunnerContext, refused: dict[Phase, Any], decode: bool) -> None:

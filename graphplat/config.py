@@ -50,7 +50,7 @@ class PhaseConfig(_Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Largest size; the ladder is clipped to it and always contains it."""
     max_requests: PositiveInt = 64
     """Prefill only: request rows of a graph; unused rows are empty requests."""
-    max_padding: PositiveFloat = 2.0
+    max_padding: typing.Annotated[float, msgspec.Meta(ge=1)] = 2.0
     """Prefill only: a batch whose bucket over its tokens exceeds this runs eagerly."""
     variants: tuple[str, ...] = ()
     """Variants to capture beside the unnamed one; a batch with another runs eagerly."""
@@ -103,7 +103,7 @@ class GraphConfig(_Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Decode plain values; raises :class:`ConfigError` naming the path of a bad setting."""
         try:
             return msgspec.convert(dict(settings), cls, strict=True)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, TypeError, ValueError) as error:
             raise ConfigError(f"bad setting: {error}") from error
 
     @classmethod

@@ -63,9 +63,9 @@ class ConfigError(GraphplatError, ValueError):
 
 
 class ContractError(GraphplatError, TypeError):
-    """A subclass of a contract class lacks a required member, or misspells one.
+    """A subclass of a contract class lacks a required member, misspells one, or gives what cannot be used.
 
-    Raised when the subclass is defined.
+    Raised when the subclass is defined, or when what is wrong is first handed over.
     """
 
 

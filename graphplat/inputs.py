@@ -37,6 +37,8 @@ class UpTo(msgspec.Struct, frozen=True):
 
 
 def _as_dims(dims: Iterable[str | int | UpTo]) -> tuple[RowDim | int | UpTo, ...]:
+    if isinstance(dims, (str, int, UpTo)):
+        raise InputError(f"dims takes several dimensions, found {dims!r}", hint=f"Write ({dims!r},)")
     return cast("tuple[RowDim | int | UpTo, ...]", tuple(dims))  # names are checked next
 
 
@@ -118,6 +120,12 @@ class TensorSpec:
         return any(isinstance(dim, UpTo) for dim in self.dims)
 
 
+def _as_values(values: Iterable[Any]) -> tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InputError(f"values takes several values, found {values!r}", hint=f"Write ({values!r},)")
+    return tuple(values)
+
+
 @attrs.frozen
 class HostSpec:
     """One host value (a Python number, string or list) that a graph bakes in.
@@ -134,7 +142,7 @@ class HostSpec:
     ``fill`` pads an updated list; ``fill`` is also its value at capture.
     """
 
-    values: tuple[Any, ...] = attrs.field(default=(), converter=tuple, kw_only=True)
+    values: tuple[Any, ...] = attrs.field(default=(), converter=_as_values, kw_only=True)
     maximum: int | float | None = attrs.field(default=None, kw_only=True)
     update: bool = attrs.field(default=False, kw_only=True)
     per: Literal["requests", "requests+1", "tokens"] = attrs.field(default="requests", kw_only=True)
@@ -142,6 +150,12 @@ class HostSpec:
     is_tree_leaf: ClassVar[bool] = True
 
     def __attrs_post_init__(self) -> None:
+        if self.per not in _ROW_DIMS:
+            raise InputError(f"per={self.per!r} counts nothing", hint=f"Use one of {_ROW_DIMS}")
+        if self.maximum is not None and type(self.maximum) not in (int, float):
+            raise InputError(f"maximum must be a number, found {self.maximum!r}")
+        if type(self.fill) is not int:
+            raise InputError(f"fill must be a whole number, found {self.fill!r}")
         rules = bool(self.values) + (self.maximum is not None) + self.update
         if rules != 1:
             raise InputError(

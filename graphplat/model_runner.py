@@ -109,8 +109,31 @@ def check_model_runner(model_runner: ModelRunner) -> None:
             raise ContractError(
                 f"{type(model_runner).__qualname__}.{name} must be a {kind.__name__}, "
                 f"found {type(value).__name__}",
-                hint="Set it in __init__",
+                hint=f"Set it to torch.device({value!r})" if isinstance(value, str) else "Set it in __init__",
             )
+    _check_members(model_runner)
+
+
+def _check_members(model_runner: ModelRunner) -> None:
+    """Raise for an optional member that cannot be used as such."""
+    for name, usable, what in (
+        ("forward_hooks", _are_hooks(model_runner.forward_hooks), "pairs of a submodule's name and a hook"),
+        ("generators", _are_generators(model_runner.generators), "a sequence of torch.Generator"),
+        (
+            "canary_manager",
+            model_runner.canary_manager is None
+            or callable(getattr(model_runner.canary_manager, "mark_init_finished", None)),
+            "an object with mark_init_finished(), or None",
+        ),
+        (
+            "process_group",
+            model_runner.process_group is None or callable(getattr(model_runner.process_group, "size", None)),
+            "a torch.distributed process group, or None",
+        ),
+    ):
+        if not usable:
+            found = getattr(model_runner, name)
+            raise ContractError(f"{type(model_runner).__qualname__}.{name} must be {what}, found {found!r}")
     known = dict(model_runner.model.named_modules())
     for name, _ in model_runner.forward_hooks:
         if name not in known:
@@ -122,6 +145,17 @@ def check_model_runner(model_runner: ModelRunner) -> None:
         raise ContractError(
             f"tokens_per_request must be a positive integer, found {model_runner.tokens_per_request!r}"
         )
+
+
+def _are_hooks(value: object) -> bool:
+    return isinstance(value, Sequence) and all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str) and callable(pair[1])
+        for pair in value
+    )
+
+
+def _are_generators(value: object) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(one, torch.Generator) for one in value)
 
 
 def _check_names(model_runner: ModelRunner) -> None:

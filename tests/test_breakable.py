@@ -63,6 +63,23 @@ def segments(runner: Any) -> list[int]:
     return [shape.segments for shape in runner.backend.captured.values()]
 
 
+def test_a_backend_driven_by_hand_says_which_shapes_it_can_run(runtime, decode, rows):
+    """A captured shape can be run inside a session, until it is dropped; another size never can."""
+    runner = captured(runtime, lambda batch: batch.inputs["x"] * 2)
+    backend = runner.backend
+    key = next(key for key in runner.entries if key.size == 4)
+    other = dataclasses.replace(key, size=3)
+    assert (backend.can_run(key), backend.can_run(other)) == (True, False)
+    x = rows(4)
+    with backend.replay_session():
+        runner.buffers(4)["x"].copy_(x)
+        output = backend.replay(key)
+    assert torch.equal(output.head(4, 4), x * 2)
+    backend.drop(key)
+    assert not backend.can_run(key)
+    assert backend.can_run(next(key for key in runner.entries if key.size == 8))
+
+
 # What an eager part is
 
 
@@ -299,6 +316,21 @@ def test_a_misspelt_input_to_copy_is_refused_at_once():
         @eager_on_graph(copy_inputs=("querry",))
         def attend(query: torch.Tensor) -> torch.Tensor:
             return query
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rows": "token"}, "rows='token' counts nothing.*\"tokens\""),
+        ({"rows": True}, "rows=True counts nothing"),
+        ({"writes": "out"}, r"writes takes several names, found 'out'. Write \('out',\)"),
+        ({"copy_inputs": "query"}, "copy_inputs takes several names, found 'query'"),
+    ],
+)
+def test_an_option_of_a_break_that_means_nothing_is_refused_at_once(options: dict[str, Any], says: str):
+    """A misspelt ``rows`` would count requests where tokens were meant, and cut results without a word."""
+    with pytest.raises(ContractError, match=says):
+        eager_on_graph(**options)
 
 
 def test_misspelt_and_contradictory_writes_are_refused_at_once():

@@ -149,6 +149,7 @@ def test_settings_decode_alike_from_dict_json_and_toml() -> None:
         ({"decode": {"buckets": [0]}}, "$.decode"),
         ({"prefill": {"max_size": 0}}, "$.prefill.max_size"),
         ({"prefill": {"max_padding": -1.0}}, "$.prefill.max_padding"),
+        ({"prefill": {"max_padding": 0.5}}, "$.prefill.max_padding"),
         ({"decode": {"memory_budget_gb": "1"}}, "$.decode.memory_budget_gb"),
         ({"decode": {"variants": ["a", "a"]}}, "$.decode"),
         ({"on_unsupported": "ignore"}, "$.on_unsupported"),

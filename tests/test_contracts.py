@@ -185,6 +185,27 @@ def test_a_misspelt_setting_of_an_instance_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        ({"device": "cpu"}, r"device must be a device, found str. Set it to torch.device\('cpu'\)"),
+        ({"forward_hooks": [print]}, "forward_hooks must be pairs of a submodule's name and a hook"),
+        ({"forward_hooks": [("", 3)]}, "forward_hooks must be pairs of a submodule's name and a hook"),
+        ({"generators": torch.Generator()}, "generators must be a sequence of torch.Generator"),
+        ({"canary_manager": object()}, r"canary_manager must be an object with mark_init_finished\(\)"),
+        ({"process_group": "world"}, "process_group must be a torch.distributed process group.*'world'"),
+    ],
+)
+def test_a_member_that_cannot_be_used_is_refused_before_anything_runs(
+    runtime: Any, members: dict[str, Any], says: str
+) -> None:
+    """It would fail deep within set-up, after captures, in words of somebody else."""
+    toy = runtime(lambda batch: pytest.fail("the forward ran"))
+    vars(toy).update(members)
+    with pytest.raises(ContractError, match=says):
+        capture_cuda_graphs(model_runner=toy)
+
+
+@pytest.mark.parametrize(
     "members",
     [
         {"_token_per_request": 3},

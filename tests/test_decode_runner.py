@@ -11,6 +11,7 @@ import threading
 import weakref
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -29,7 +30,7 @@ from graphplat import (
     UpTo,
     capture_cuda_graphs,
 )
-from graphplat.errors import HostReadError, InputError, ReplayError
+from graphplat.errors import HostReadError, InputError, PlatformError, ReplayError
 
 F32, I64 = torch.float32, torch.int64
 
@@ -787,9 +788,16 @@ def test_an_updated_host_value_runs_eagerly_where_graphs_cannot_be_rewritten(
     runner = capture.decode_runner
     assert capture.report.shapes == ()
     assert Reason.HOST_VALUE in {skip.reason for skip in capture.report.skipped}
+    assert capture.decode.runner is None
     batch = decode(3, x=rows(3), lengths=[1, 2, 3])
     assert torch.equal(runner.execute(batch), batch.inputs["x"] * 6)
     assert runner.stats.eager == {Reason.HOST_VALUE: 1}
+    with pytest.raises(ReplayError, match="no graph holds 3: this runner has none"):
+        runner.buffers(3)
+    demanding = runtime(forward, spec)
+    demanding.graph_config = msgspec.structs.replace(demanding.graph_config, on_unsupported="raise")
+    with pytest.raises(PlatformError, match="cannot rewrite lengths in a graph"):
+        capture_cuda_graphs(model_runner=demanding)
 
 
 def test_stages_of_a_pipeline_pass_tensors_on(runtime: Any, decode: Any, rows: Any) -> None:

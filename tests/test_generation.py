@@ -308,6 +308,25 @@ def test_one_call_at_a_time_uses_a_cache(make, alone):
     assert [one.tokens for one in engine.generate(PROMPTS, 5)] == [alone(prompt, 5) for prompt in PROMPTS]
 
 
+def test_the_capture_of_another_runner_is_refused(make):
+    """Its graphs would run the other model on the other cache, and nobody would see it."""
+    (mine, _, _), (other, _, _) = make(), make()
+    capture = capture_cuda_graphs(model_runner=other.runner)
+    with pytest.raises(ContractError, match="the capture was made of another runner"):
+        Engine.from_capture(mine.runner, capture)
+    assert Engine.from_capture(other.runner, capture).decode is capture.decode_runner
+
+
+@pytest.mark.parametrize("count", [0, 2.5, None, True])
+def test_new_tokens_are_a_positive_number(make, count):
+    """Anything else is refused before anything runs."""
+    engine, spy, _ = make()
+    with pytest.raises(InputError, match="new tokens asked for") as caught:
+        engine.generate(PROMPTS[:1], count)
+    assert caught.value.field == "max_new_tokens"
+    assert engine.prefill_timing.steps == spy.steps == 0
+
+
 @pytest.mark.parametrize(
     ("prompts", "says"),
     [

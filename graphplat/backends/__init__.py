@@ -50,10 +50,12 @@ def make_backend(
 
     *updatable*: host values of its graphs will be rewritten.
 
-    Raises :class:`PlatformError` when the platform lacks what it needs, and :class:`ConfigError` for
+    Raises :class:`PlatformError` when the platform lacks what that needs, and :class:`ConfigError` for
     options that the compiler does not know.
     """
     lacking = lacking_capability(config.backend, context.platform.capabilities)
+    if lacking is None and updatable and context.platform.capabilities.update_after_capture == "none":
+        lacking = "update_after_capture"
     if lacking is not None:
         raise PlatformError(
             f"the {config.backend} backend needs the capability {lacking!r}",

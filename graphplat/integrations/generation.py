@@ -78,7 +78,15 @@ class Engine:
 
     @classmethod
     def from_capture(cls, runner: CausalLMRunner, capture: CudaGraphsCapture, **settings: Any) -> Self:
-        """On the runners of a :class:`~graphplat.CudaGraphsCapture` of *runner*."""
+        """On the runners of a :class:`~graphplat.CudaGraphsCapture` of *runner*.
+
+        Raises :class:`ContractError` for the capture of another one.
+        """
+        if capture.eager_runner.context.model_runner is not runner:
+            raise ContractError(
+                "the capture was made of another runner, whose model and cache it would run",
+                hint="Pass what capture_cuda_graphs(model_runner=runner) returned",
+            )
         return cls(runner, capture.prefill_runner, capture.decode_runner, **settings)
 
     def generate(
@@ -131,8 +139,8 @@ class Engine:
         return Call(stops, max_new_tokens, on_token, reader, int(ahead))
 
     def _check(self, requests: Sequence[Request], max_new_tokens: int) -> None:
-        if max_new_tokens < 1:
-            raise InputError(f"{max_new_tokens} new tokens asked for", field="max_new_tokens")
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise InputError(f"{max_new_tokens!r} new tokens asked for", field="max_new_tokens")
         if self.max_prefill_tokens < 1:
             raise InputError("a prefill batch needs a token", field="max_prefill_tokens")
         for request in requests:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import sys
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -11,11 +12,12 @@ import torch
 
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.buffers import check_tensor
-from graphplat.errors import InputError
+from graphplat.errors import InputError, ReplayError
 from graphplat.inputs import HostSpec, InputSpec
 from graphplat.report import Decision, RunnerStats
 
 if TYPE_CHECKING:
+    from graphplat.model_runner import ModelRunner
     from graphplat.runners.context import RunnerContext
 
 
@@ -43,6 +45,27 @@ class BaseRunner(abc.ABC):
 
         Raises :class:`InputError` naming the field before anything is changed.
         """
+
+    def buffers(
+        self,
+        size: int,
+        *,
+        requests: int | None = None,
+        variant: str | None = None,
+        present: Iterable[str] = (),
+        host: Mapping[str, Any] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """The static inputs of the graph that holds *size*; raises :class:`ReplayError` where none does."""
+        raise ReplayError(
+            f"no graph holds {size}: this runner has none",
+            platform=self.context.platform.name,
+            hint="Pass tensors of your own; the report says why there are no graphs",
+        )
+
+    @property
+    def model_runner(self) -> ModelRunner:
+        """The runtime whose batches this runs."""
+        return self.context.model_runner
 
     def can_run_graph(self, batch: ForwardBatch) -> bool:
         """Whether :meth:`execute` would replay a graph."""

@@ -27,21 +27,12 @@ _NONE: Any = object()
 
 def families(runner: GraphRunner) -> Iterator[Family]:
     """Every combination of variant, present inputs and host constants that gets graphs."""
-    if cannot_update(runner):
-        return
     hosts = [[(path, v) for v in runner.spec.hosts[path].capture_values] for path in runner.fixed_hosts]
     variants: tuple[str | None, ...] = (None, *runner.config.variants)
     for present in runner.spec.presence_sets():
         for host in itertools.product(*hosts):
             for variant in variants:
                 yield variant, present, tuple(host)
-
-
-def cannot_update(runner: GraphRunner) -> str | None:
-    """Why no graph of *runner* can serve its updated host values, if that is so."""
-    if runner.update_paths and runner.platform.capabilities.update_after_capture == "none":
-        return f"{runner.platform.name} cannot rewrite {', '.join(runner.update_paths)} in a graph"
-    return None
 
 
 def decide(runner: GraphRunner, batch: ForwardBatch, checked: CheckedBatch, size: int) -> Decision:
@@ -110,8 +101,6 @@ def _refuse(runner: GraphRunner, batch: ForwardBatch, size: int, over: str | Non
 def _family(
     runner: GraphRunner, variant: str | None, present: frozenset[str], values: Mapping[str, Any]
 ) -> Family | Decision:
-    if (detail := cannot_update(runner)) is not None:
-        return Decision(reason=Reason.HOST_VALUE, detail=detail)
     if variant is not None and variant not in runner.config.variants:
         return Decision(reason=Reason.UNKNOWN_VARIANT, detail=repr(variant))
     host = fit_hosts(runner, values)

@@ -45,7 +45,6 @@ class GraphRunner(BaseRunner):
 
     def __init__(self, platform: Platform, model_runner: ModelRunner, eager_runner: EagerRunner) -> None:
         self.platform = platform
-        self.model_runner = model_runner
         self.eager_runner = eager_runner
         self.context = eager_runner.context
         self.stats = RunnerStats()

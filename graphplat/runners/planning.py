@@ -8,7 +8,6 @@ import attrs
 
 from graphplat import buckets as ladders
 from graphplat.report import Reason
-from graphplat.runners import deciding
 
 if TYPE_CHECKING:
     from graphplat.keys import ShapeKey
@@ -27,9 +26,6 @@ class CapturePlan:
     @classmethod
     def make(cls, runner: GraphRunner) -> CapturePlan:
         """Plan every bucket and family, thinned where the number of graphs is limited."""
-        if not runner.families:
-            runner.context.skip(runner.phase, Reason.HOST_VALUE, deciding.cannot_update(runner) or "")
-            return cls([], [])
         keys = [
             runner.eager_runner.make_key(runner.phase, size, variant, present, host)
             for size in reversed(runner.ladder)

@@ -121,6 +121,7 @@ def test_a_limit_on_graphs_thins_the_ladder(runtime, device, rows, decode, monke
         capture = capture_cuda_graphs(model_runner=toy)
     runner = capture.decode_runner
     assert len(runner.buckets) == budget
+    assert (capture.decode.runner is None) is (budget == 0)
     if budget:
         assert runner.buckets[-1] == 30
         assert budget == 1 or runner.buckets[0] == 1
