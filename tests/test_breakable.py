@@ -68,7 +68,7 @@ def test_a_backend_driven_by_hand_says_which_shapes_it_can_run(runtime, decode, 
     runner = captured(runtime, lambda batch: batch.inputs["x"] * 2)
     backend = runner.backend
     key = next(key for key in runner.entries if key.size == 4)
-    other = dataclasses.replace(key, size=3)
+    other = msgspec.structs.replace(key, size=3)
     assert (backend.can_run(key), backend.can_run(other)) == (True, False)
     x = rows(4)
     with backend.replay_session():

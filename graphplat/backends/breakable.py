@@ -13,7 +13,7 @@ import torch
 from graphplat import breaks, tree
 from graphplat.backends.base import CaptureBackend, CapturedShape
 from graphplat.backends.bridge import Bridges, EagerPart
-from graphplat.backends.full import abandon
+from graphplat.backends.full import abandon, replayer
 from graphplat.backends.replaying import discard
 from graphplat.errors import CaptureError
 
@@ -135,7 +135,7 @@ class Recorder:
                 self.backend.context.renew_unused_pool()
             return
         self.segments.graphs.append(graph)
-        self.segments.steps.append(_replayer(platform, graph))
+        self.segments.steps.append(replayer(platform, graph))
         if not last and not platform.capabilities.executes_in_capture:
             backend = self.backend
             if backend.updatable:  # a replay without an update would wait for ever
@@ -209,16 +209,3 @@ def _ends_empty(platform: Platform, graph: Any) -> bool:
         if warning not in told:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return bool(told) or getattr(graph, "num_ops", None) == 0
-
-
-def _replayer(platform: Any, graph: Any) -> Callable[[], None]:
-    if type(platform).replay is _plain_replay():
-        replay: Callable[[], None] = graph.replay  # saves a call per segment
-        return replay
-    return lambda: platform.replay(graph)
-
-
-def _plain_replay() -> Any:
-    from graphplat.platform import Platform
-
-    return Platform.replay
