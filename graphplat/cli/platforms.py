@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from graphplat.errors import PlatformError
+
 if TYPE_CHECKING:
     from graphplat.platform import PlatformCapabilities
     from graphplat.registry import PluginRecord
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """The platform that the environment demands."""
+
+    variable: str
+    name: str
+    usable: bool
+    reason: str = ""
+    """Why it cannot be used."""
 
 
 def command(
@@ -19,15 +33,16 @@ def command(
     """Show every plugin and platform, and why each can or cannot be used.
 
     Loads all plugins and probes each platform once; creates no device context.
+    Where GRAPHPLAT_PLATFORM is set, says whether that platform can be used.
     """
     from rich.console import Console
 
     from graphplat.cli import render
     from graphplat.registry import list_plugins
 
-    records = list_plugins()
+    records, choice = list_plugins(), chosen()
     if json:
-        render.print_json({"plugins": records})
+        render.print_json({"plugins": records, "choice": choice})
         return
     console = Console()
     columns = ("platform", "device", "plugin", "from", "in tree", "status")
@@ -35,6 +50,28 @@ def command(
     for record in records:
         for line in _details(record):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if choice is not None:
+        told = "can be used" if choice.usable else f"cannot be used: {choice.reason}"
+        line = f"{choice.variable}={choice.name} {told}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def chosen() -> Choice | None:
+    """What ``GRAPHPLAT_PLATFORM`` demands and whether it can be had; ``None`` where it is unset or empty."""
+    from graphplat.registry import GraphplatWarning, resolve_current
+    from graphplat.resolution import DETAILS, PLATFORM_VARIABLE
+
+    name = os.environ.get(PLATFORM_VARIABLE, "").strip()
+    if not name:
+        return None
+    reason = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphplatWarning)  # plugins that failed stand in the list
+        try:
+            resolve_current()
+        except PlatformError as error:
+            reason = str(error).removesuffix(f". {DETAILS}")  # which leads to this command
+    return Choice(variable=PLATFORM_VARIABLE, name=name, usable=not reason, reason=reason)
 
 
 def _rows(records: list[PluginRecord]) -> Iterator[tuple[object, ...]]:

@@ -7,6 +7,7 @@ With the variable ``GRAPHPLAT_SIMULATED`` it installs that simulated device firs
 
 from __future__ import annotations
 
+import contextlib
 import platform as python_platform
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ SUITE = (
     "suite_breaks",
     "suite_updates",
 )
+NO_REPORT = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR)
+"""Statuses of runs that leave no report: there is nothing to say about the platform."""
+
 pytest.register_assert_rewrite(*(f"graphplat.testing.{name}" for name in SUITE))
 
 
@@ -44,6 +48,7 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
 
     platform: str
     device: str
+    """As given or, once a test has used it, with its index."""
     capabilities: dict[str, Any]
     versions: dict[str, str]
     totals: dict[str, int]
@@ -76,6 +81,18 @@ class _Run:
                 name=name, outcome=outcome, seconds=round(report.duration, 4), reason=reason
             )
 
+    def fill(self, config: pytest.Config) -> None:
+        """Take from the options, and what they resolve to, what no test has shown."""
+        from graphplat import GraphplatError, GraphplatWarning, platform_for
+
+        wanted = config.getoption("--graphplat-device")
+        if self.platform is None and wanted is not None:
+            # Where it cannot be resolved, every test of the platform has failed with the reason.
+            with contextlib.suppress(GraphplatError, GraphplatWarning):
+                self.platform = platform_for(wanted, name=config.getoption("--graphplat-platform"))
+        if self.device is None:
+            self.device = wanted or getattr(self.platform, "device_type", None)
+
     def report(self) -> ConformanceReport:
         """The report of what was seen."""
         tests = tuple(self.outcomes.values())
@@ -83,7 +100,7 @@ class _Run:
         capabilities = {} if self.platform is None else msgspec.to_builtins(self.platform.capabilities)
         return ConformanceReport(
             platform="unknown" if self.platform is None else self.platform.name,
-            device=str(self.device),
+            device="unknown" if self.device is None else str(self.device),
             capabilities=capabilities,
             versions=_versions(self.platform),
             totals={outcome: found.count(outcome) for outcome in sorted(set(found))},
@@ -133,9 +150,13 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "requires(*capabilities): needs the platform to declare these capabilities"
     )
     config.stash[_RUN] = _Run()
+    from graphplat.errors import ConfigError
     from graphplat.testing.simulated import install_from_environment
 
-    install_from_environment()
+    try:
+        install_from_environment()
+    except ConfigError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -164,11 +185,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     return report
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the JSON report."""
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write the JSON report, unless the run itself could not be done as asked."""
     path = session.config.getoption("--graphplat-json")
-    if path and not session.config.getoption("collectonly"):
-        encoded = msgspec.json.format(msgspec.json.encode(session.config.stash[_RUN].report()))
+    if path and exitstatus not in NO_REPORT and not session.config.getoption("collectonly"):
+        run = session.config.stash[_RUN]
+        run.fill(session.config)
+        encoded = msgspec.json.format(msgspec.json.encode(run.report()))
         Path(path).write_bytes(encoded + b"\n")
 
 

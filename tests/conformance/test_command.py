@@ -68,6 +68,62 @@ def test_the_command_reports_as_json(python, tmp_path):
     assert sum(report["totals"].values()) == len(tests)
 
 
+def test_a_run_that_selects_nothing_names_platform_and_device(python, tmp_path):
+    """
+    Without any test the report still says what it is about, from the option and what it resolves to.
+    """
+    path = tmp_path / "report.json"
+    status, output = command(python, "--device", "cpu", "--output", str(path), "-k", "nonesuch")
+    assert status == 5, output
+    report = json.loads(path.read_text())
+    assert (report["platform"], report["device"]) == ("cpu", "cpu")
+    assert report["capabilities"]["graph_capture"] is True
+    assert report["tests"] == []
+
+
+def test_a_report_without_a_platform_still_names_the_device(python, tmp_path):
+    """
+    Where the device given to pytest has no platform, the device is named and the tests say what is wrong.
+    """
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p graphplat.testing.plugin\n")
+    (tmp_path / "test_compliance.py").write_text("from graphplat.testing.suite import *\n")
+    path = tmp_path / "report.json"
+    options = ("-p", "no:cacheprovider", "--graphplat-device=nonesuch", f"--graphplat-json={path}", *SELECT)
+    status, output = python("-m", "pytest", str(tmp_path), *options)
+    assert status == 1, output
+    report = json.loads(path.read_text())
+    assert (report["platform"], report["device"]) == ("unknown", "nonesuch")
+    assert all("no platform for 'nonesuch'" in test["reason"] for test in report["tests"])
+    assert report["tests"]
+
+
+@pytest.mark.parametrize("arguments", [("-k", "("), ("--known-failure", "without a reason")])
+def test_a_run_that_cannot_be_done_prints_no_document(tmp_path, arguments):
+    """
+    With --json stdout stays empty, whatever an earlier run left in the file; the error is on stderr.
+    """
+    path = tmp_path / "report.json"
+    path.write_text("{}")
+    line = ("graphplat", "conformance", "--device", "cpu", "--json", "--output", str(path))
+    done = subprocess.run([sys.executable, "-m", *line, *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "ERROR: " in done.stderr
+    assert path.read_text() == "{}"
+
+
+def test_pytest_refuses_a_simulated_device_that_cannot_be(python, tmp_path):
+    """
+    A usage error in one line, as for any bad option, and no traceback.
+    """
+    (tmp_path / "test_nothing.py").write_text("")
+    status, output = python(
+        *("-m", "pytest", "-p", "graphplat.testing.plugin", str(tmp_path)), GRAPHPLAT_SIMULATED="cuda"
+    )
+    assert status == 4, output
+    assert "ERROR: GRAPHPLAT_SIMULATED='cuda' cannot be installed" in output
+    assert "Traceback" not in output
+
+
 def test_a_device_without_platform_is_one_message(python):
     """
     An unknown device is refused before any test runs, with the reason and without a traceback.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import torch
 from attrs import define, evolve, frozen
 from torch.utils import backend_registration
+
+from graphplat.errors import ConfigError
 
 from .dispatch import dispatch
 from .errors import SimulatedDeviceError
@@ -171,9 +174,20 @@ def _kernel(op: Any) -> Any:
 
 
 def install_from_environment(variable: str = "GRAPHPLAT_SIMULATED") -> SimulatedDevice | None:
-    """Install what *variable* names, as ``NAME`` or ``NAME:COUNT``; ``None`` when it is unset or empty."""
+    """Install what *variable* names, as ``NAME`` or ``NAME:COUNT``; ``None`` when it is unset or empty.
+
+    Raises :class:`ConfigError` if it names no device, or one that this process cannot have.
+    """
     text = os.environ.get(variable, "")
     if not text:
         return None
-    name, _, count = text.partition(":")
-    return install_simulated(name, devices=int(count or 2))
+    given = re.fullmatch(r"([a-z_]+)(?::([1-9][0-9]*))?", text)  # of these torch makes names of devices
+    if given is None:
+        raise ConfigError(
+            f"{variable}={text!r} names no simulated device",
+            hint="Give NAME or NAME:COUNT, such as acme:2: lower-case letters, and one device or more",
+        )
+    try:
+        return install_simulated(given[1], devices=int(given[2] or 2))
+    except RuntimeError as error:  # ours or torch's: the name is taken
+        raise ConfigError(f"{variable}={text!r} cannot be installed: {error}") from error
