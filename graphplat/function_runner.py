@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -13,15 +12,17 @@ import torch
 from graphplat import tree
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.buffers import check_tensor
-from graphplat.capture import capture_cuda_graphs
+from graphplat.capture import CudaGraphsCapture, capture_cuda_graphs
 from graphplat.config import GraphConfig, PhaseConfig
-from graphplat.errors import InputError
+from graphplat.errors import ConfigError, InputError
+from graphplat.function_arguments import FunctionArguments
 from graphplat.inputs import HostSpec, InputSpec, TensorSpec, UpTo
 from graphplat.model_runner import ModelRunner
+from graphplat.outputs import copy_output
 from graphplat.plugin_hooks import warn
-from graphplat.report import CaptureReport, Decision, Reason, RunnerStats
+from graphplat.report import Decision, Reason, RunnerStats
 from graphplat.row_check import RowCheck, in_training, restored
-from graphplat.runners import BaseRunner
+from graphplat.runners.eager import EagerRunner
 
 Dims = Sequence[str | int | UpTo]
 
@@ -42,9 +43,9 @@ def graphed(
     a dict of named ones. *dims* describes the tensors, for all or by argument name:
     ``"requests"`` first where rows vary, then numbers or :class:`UpTo`; by default axis 0 of
     every tensor counts rows and the rest is as in *example*. *fill* is what padded
-    rows hold, by argument name (0). Other arguments are constants: a call with other
+    rows hold, by argument name (0). Other arguments are constants, defaults too: a call with other
     constants, or with other arguments, runs *function* itself. *settings* are those of
-    :class:`PhaseConfig`.
+    :class:`PhaseConfig` but variants, max_requests and max_padding.
 
     A call is padded to a bucket, so its rows must not feel the rows of *fill* beside them, as they do in
     a mean or softmax over rows, or in batch normalisation in training mode. With *check*, up to two rows
@@ -61,22 +62,21 @@ def graphed(
     Results carry no gradient. A tensor that *function* closes over is read at its address
     of now; give a module, whose parameters and buffers are watched, where they may move.
 
-    Raises :class:`InputError` for an example without a tensor of rows, whose tensors
-    differ in rows or are not as *dims* says, and for a name in *dims* or *fill* that is none of its
-    tensors; :class:`CaptureError` where padded rows change the results; and what
-    :func:`capture_cuda_graphs` raises.
+    Raises :class:`InputError` for a *function* without named arguments, an example without a tensor of rows,
+    whose tensors differ in rows or are not as *dims* says, and a name in *dims* or *fill* that is none of its
+    tensors; :class:`ConfigError` for a bad setting; :class:`CaptureError` where padded rows change the
+    results; and what :func:`capture_cuda_graphs` raises.
     """
-    runner = FunctionRunner(function, example, dims, fill or {})
-    runner.graph_config = GraphConfig(
-        decode=PhaseConfig(buckets=None if buckets is None else tuple(buckets), **settings)
-    )
+    config = GraphConfig(decode=_settings(buckets, settings))
+    runner = FunctionRunner(function, example, dims, {} if fill is None else fill)
+    runner.graph_config = config
     # Set-up runs the function several times, which in training mode may change running statistics.
     buffers = [buffer for buffer in runner.model.buffers() if buffer.layout is torch.strided]
     with restored(buffers if runner.model.training else []):
         capture = capture_cuda_graphs(model_runner=runner)
         if check and capture.decode.runner is not None:
             _check_padding(RowCheck(runner, capture.eager_runner))
-    return Graphed(runner, capture.decode_runner, capture.report)
+    return Graphed(runner, capture)
 
 
 class FunctionRunner(ModelRunner):
@@ -92,21 +92,21 @@ class FunctionRunner(ModelRunner):
         self.function = function
         owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
         self.model = owner if isinstance(owner, torch.nn.Module) else torch.nn.Module()
-        called = function.forward if isinstance(function, torch.nn.Module) else function
-        self.signature = inspect.signature(called)
-        self.example = self._bind_example(example)
+        self.arguments = FunctionArguments(function, example)
+        self.example = self.arguments.example
         tensors = {p: leaf for p, leaf in tree.walk(self.example) if isinstance(leaf, torch.Tensor)}
         if not tensors:
             raise InputError("the example holds no tensor")
+        _check_fill(fill, next(iter(tensors)))
         for setting, given in (("dims", dims), ("fill", fill)):
             _check_names(setting, given if isinstance(given, Mapping) else (), tensors)
         self.device = next(iter(tensors.values())).device
         self._spec = InputSpec(**tree.map_leaves(functools.partial(_declare, dims, fill), self.example))
-        self.rows_path = next((p for p, s in self._spec.tensors.items() if s.row_dim == "requests"), None)
-        if self.rows_path is None:
+        self.rows_paths = [p for p, s in self._spec.tensors.items() if s.row_dim == "requests"]
+        if not self.rows_paths:
             raise InputError('no tensor of the example has the dimension "requests"', hint="Set dims")
-        _check_rows({p: t.shape for p, t in tensors.items() if self._spec.tensors[p].row_dim == "requests"})
-        self.rows = tensors[self.rows_path].shape[0]
+        _check_rows({path: tensors[path].shape for path in self.rows_paths})
+        self.rows = tensors[self.rows_paths[0]].shape[0]
         for path, tensor in tensors.items():
             _check_declared(path, self._spec.tensors[path], tensor, self.rows)
 
@@ -116,30 +116,19 @@ class FunctionRunner(ModelRunner):
 
     def forward(self, batch: ForwardBatch) -> Any:
         """Call the function with the batch's inputs."""
-        return self.call(batch.inputs)
-
-    def call(self, arguments: dict[str, Any]) -> Any:
-        """Call the function with *arguments* by name."""
-        bound = inspect.BoundArguments(self.signature, cast("Any", dict(arguments)))
+        bound = self.arguments.complete(batch.inputs)
         return self.function(*bound.args, **bound.kwargs)
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by name, as the function's signature takes them."""
-        return dict(self.signature.bind(*args, **kwargs).arguments)
-
-    def _bind_example(self, example: Any) -> dict[str, Any]:
-        if isinstance(example, dict):
-            return self.bind((), example)
-        return self.bind(example if isinstance(example, tuple) else (example,), {})
 
 
 class Graphed:
     """A callable that replays graphs; ``stats`` counts what ran how, ``report`` says what was captured."""
 
-    def __init__(self, model_runner: FunctionRunner, runner: BaseRunner, report: CaptureReport) -> None:
+    def __init__(self, model_runner: FunctionRunner, capture: CudaGraphsCapture) -> None:
         self._model_runner = model_runner
-        self.runner = runner
-        self.report = report
+        self._arguments = model_runner.arguments
+        self._eager_runner = capture.eager_runner
+        self.runner = capture.decode_runner
+        self.report = capture.report
         functools.update_wrapper(self, model_runner.function, updated=())
 
     @property
@@ -149,19 +138,16 @@ class Graphed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; raises :class:`InputError` for a tensor that is not as declared."""
-        arguments = self._model_runner.bind(args, kwargs)
-        unlike = self._unlike_example(arguments)
+        inputs = self._arguments.bind(args, kwargs)
+        unlike = self._arguments.unlike(inputs)
         if unlike is None:
-            return self.runner.execute(self._batch(arguments))
-        self.stats.eager[Reason.OPTIONAL_INPUTS] += 1
-        self.stats.last = unlike
-        with torch.no_grad():
-            return self._model_runner.call(arguments)
+            return self.runner.execute(self._batch(inputs))
+        return self._run_eagerly(inputs, unlike)
 
     def explain(self, *args: Any, **kwargs: Any) -> Decision:
         """What a call with these arguments would do, without doing it; raises as a call does."""
-        arguments = self._model_runner.bind(args, kwargs)
-        return self._unlike_example(arguments) or self.runner.explain(self._batch(arguments))
+        inputs = self._arguments.bind(args, kwargs)
+        return self._arguments.unlike(inputs) or self.runner.explain(self._batch(inputs))
 
     def release(self) -> None:
         """Destroy the graphs; calls run eagerly until :meth:`recapture`."""
@@ -171,17 +157,29 @@ class Graphed:
         """Destroy the graphs and record them again; raises :class:`CaptureError` as :func:`graphed` does."""
         self.runner.recapture()
 
-    def _unlike_example(self, arguments: Mapping[str, Any]) -> Decision | None:
-        """Why *arguments* have no graph, if they are not those that the example gave."""
-        expected = self._model_runner.example.keys()
-        if arguments.keys() == expected:
-            return None
-        detail = f"arguments {list(arguments)} given, {list(expected)} in the example"
-        return Decision(reason=Reason.OPTIONAL_INPUTS, detail=detail)
+    def _run_eagerly(self, inputs: dict[str, Any], decision: Decision) -> Any:
+        """Run a call unlike the example, as the runner runs any step without a graph."""
+        arena, leaves = self._eager_runner.context.arena, dict(tree.walk(inputs))
+        found = (_rows(leaves.get(path)) for path in self._model_runner.rows_paths)
+        rows = next((count for count in found if count is not None), None)
+        with arena.lock:
+            self.stats.last = decision
+            self.stats.eager[cast("Reason", decision.reason)] += 1
+            if rows is not None:
+                self.stats.sizes[rows] += 1
+            result = self._eager_runner.run(_batch(rows or 0, inputs), leaves)
+            if isinstance(self.runner, EagerRunner):
+                return result
+            with torch.no_grad():
+                view = self._model_runner.graph_config.decode.outputs == "view"
+                return arena.copied_out(result) if view else copy_output(result)
 
-    def _batch(self, arguments: dict[str, Any]) -> ForwardBatch:
-        rows = _rows(arguments, cast(str, self._model_runner.rows_path))
-        return ForwardBatch(phase=Phase.DECODE, num_requests=rows, num_tokens=rows, inputs=arguments)
+    def _batch(self, inputs: dict[str, Any]) -> ForwardBatch:
+        path = self._model_runner.rows_paths[0]
+        value = inputs.get(path)
+        if value is None:
+            value = next((leaf for where, leaf in tree.walk(inputs) if where == path), None)
+        return _batch(_rows(value) or 0, inputs)  # without rows the runner's check words the error
 
 
 def _check_padding(check: RowCheck) -> None:
@@ -204,6 +202,9 @@ def _declare(
     given = dims.get(path, dims.get(name)) if isinstance(dims, Mapping) else dims
     if given is None:
         given = ("requests", *leaf.shape[1:]) if leaf.dim() else ()
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        hint = 'Write ("requests", 8), for instance'
+        raise InputError(f"dims are a sequence of dimensions, found {given!r}", field=path, hint=hint)
     return TensorSpec(cast("Any", tuple(given)), dtype=leaf.dtype, fill=fill.get(path, fill.get(name, 0)))
 
 
@@ -227,6 +228,12 @@ def _check_names(setting: str, given: Iterable[str], tensors: Iterable[str]) -> 
         )
 
 
+def _check_fill(fill: object, name: str) -> None:
+    if not isinstance(fill, Mapping):
+        hint = f"Write fill={{{name!r}: {fill!r}}}"
+        raise InputError(f"fill is a dict by argument name, found {fill!r}", field="fill", hint=hint)
+
+
 def _check_declared(path: str, spec: TensorSpec, tensor: torch.Tensor, rows: int) -> None:
     """Raise unless the example's *tensor* is as its own *spec* says; wider than graphs hold is no fault."""
     try:
@@ -247,9 +254,22 @@ def _check_rows(shapes: Mapping[str, torch.Size]) -> None:
         )
 
 
-def _rows(arguments: dict[str, Any], path: str) -> int:
-    """The rows of the tensor at *path*, or 0 where there is none; the runner's check words the error."""
-    value: Any = arguments.get(path)
-    if value is None:
-        value = next((leaf for where, leaf in tree.walk(arguments) if where == path), None)
-    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else 0
+def _rows(value: Any) -> int | None:
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else None
+
+
+def _batch(rows: int, inputs: dict[str, Any]) -> ForwardBatch:
+    return ForwardBatch(phase=Phase.DECODE, num_requests=rows, num_tokens=rows, inputs=inputs)
+
+
+def _settings(buckets: Sequence[int] | None, settings: dict[str, Any]) -> PhaseConfig:
+    """The settings of the one phase; raises :class:`ConfigError` for those that would do nothing."""
+    for name in ("variants", "max_requests", "max_padding"):
+        if name in settings:
+            raise ConfigError(f"{name} means nothing to graphed()", field=name, hint="Leave it out")
+    try:
+        sizes = None if buckets is None else tuple(buckets)
+    except TypeError as error:
+        hint = f"Write buckets=({buckets!r},)"
+        raise ConfigError(f"buckets are a sequence of sizes: {error}", field="buckets", hint=hint) from error
+    return PhaseConfig(buckets=sizes, **settings)

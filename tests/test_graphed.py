@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphplat import CaptureError, GraphplatWarning, InputError, Reason, UpTo, graphed
+from graphplat import CaptureError, ConfigError, GraphplatWarning, InputError, Reason, UpTo, graphed, tree
 from graphplat.runners import GraphRunner
 
 Rows = Callable[..., torch.Tensor]
@@ -65,6 +67,105 @@ def test_constants_of_the_example_are_baked_in_and_others_run_eagerly(
     assert call.stats.eager == {Reason.HOST_VALUE: 1, Reason.OPTIONAL_INPUTS: 1}
 
 
+@pytest.mark.parametrize(
+    ("example", "given", "detail"),
+    [
+        ([1], [0, 1], r"other\[1\] is given, in the example it is not"),
+        ([0, 1], [1], r"other\[1\] is not given, in the example it is"),
+        ([1], (1,), "other is a tuple, in the example a list"),
+        ([1], 1, "other is a constant, in the example a list"),
+        ({"n": 1}, {"m": 1}, "other.n is not given"),
+        (None, "tensor", "other is a tensor, in the example a constant"),
+        ("tensor", None, "other is a constant, in the example a tensor"),
+        ("tensor", 2, "other is a constant, in the example a tensor"),
+        (["tensor"], [None], r"other\[0\] is a constant, in the example a tensor"),
+        ([None], ["tensor"], r"other\[0\] is a tensor, in the example a constant"),
+        ({"n": "tensor"}, {"n": ["tensor"]}, "other.n is a list, in the example a tensor"),
+    ],
+)
+def test_arguments_of_another_structure_run_eagerly(
+    device: torch.device, rows: Rows, example: Any, given: Any, detail: str
+) -> None:
+    """Whatever differs in containers, or in which leaves are tensors, is another call, not a wrong one."""
+
+    def filled(value: Any) -> Any:
+        made = {"tensor": rows(3)}
+        return tree.map_leaves(lambda _, leaf: made.get(leaf, leaf), value)
+
+    seen = []
+
+    def function(x: torch.Tensor, other: Any) -> torch.Tensor:
+        seen.append(other)
+        return x + 1
+
+    call = graphed(function, (rows(3), filled(example)), buckets=(4,))
+    x, other = rows(2), filled(given)
+    assert re.search(detail, call.explain(x, other).detail)
+    assert torch.equal(call(x, other), x + 1)
+    assert seen[-1] is other
+    assert (call.stats.replayed, call.stats.eager) == (0, {Reason.OPTIONAL_INPUTS: 1})
+    assert call.stats.sizes == {2: 1}
+    call(rows(3), filled(example))
+    assert call.stats.replays == {4: 1}
+
+
+def test_a_call_is_unlike_the_example_wherever_its_rows_are(device: torch.device, rows: Rows) -> None:
+    """Rows are counted by whichever tensor has them; a call that has none is not among the sizes."""
+
+    def function(x: torch.Tensor | None, y: torch.Tensor | None) -> Any:
+        return "none" if x is y is None else y if x is None else x if y is None else x + y
+
+    call = graphed(function, (rows(1), rows(1)), buckets=(4,))
+    x = rows(3)
+    assert torch.equal(call(None, x), x)
+    assert torch.equal(call(x, None), x)
+    assert call(None, None) == "none"
+    assert (call.stats.sizes, call.stats.eager) == ({3: 2}, {Reason.OPTIONAL_INPUTS: 3})
+
+
+def test_an_argument_left_out_is_its_default(device: torch.device, rows: Rows) -> None:
+    """Given or not, an argument of the same value is the same call; another value is told by name."""
+
+    def scale(x: torch.Tensor, factor: float = 2.0, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return x * factor
+
+    x = rows(3)
+    for example in [(rows(1),), (rows(1), 2.0), (rows(1), 2.0, None)]:
+        call = graphed(scale, example, buckets=(4,))
+        for args, kwargs in [((x,), {}), ((x, 2.0), {}), ((x,), {"mask": None}), ((x, 2.0, None), {})]:
+            assert torch.equal(call(*args, **kwargs), x * 2)
+        assert call.stats.replays == {4: 4}
+        assert torch.equal(call(x, 5.0), x * 5)
+        assert call.stats.last == call.explain(x, factor=5.0)
+        assert call.explain(x, 2).detail == "factor=2 was not captured"
+        call(x, mask=x)
+        assert call.stats.eager == {Reason.HOST_VALUE: 1, Reason.OPTIONAL_INPUTS: 1}
+    call = graphed(scale, (rows(1), 3.0), buckets=(4,))
+    assert torch.equal(call(x), x * 2)
+    assert torch.equal(call(x, 3.0), x * 3)
+    assert (call.stats.replays, call.stats.eager) == ({4: 1}, {Reason.HOST_VALUE: 1})
+
+
+def test_defaults_leave_positional_arguments_where_they_are(device: torch.device, rows: Rows) -> None:
+    """Those that stand before others are passed on, whatever gathers the rest; a tensor is left out."""
+    weight = torch.ones(2, 5, device=device)
+
+    def function(
+        x: torch.Tensor, w: Any = weight, b: int = 2, c: int = 3, /, *rest: int, d: int = 4, **named: int
+    ) -> torch.Tensor:
+        return x + 10_000 * w.numel() + 1000 * b + 100 * c + 10 * sum(rest) + d + sum(named.values())
+
+    calls: list[tuple[Any, ...]] = [(), (weight, 2, 5), (weight, 2, 3, 1, 2)]
+    for example in calls:
+        dims = {"w": (2, 5)} if example else {}
+        call = graphed(function, (rows(1), *example), dims=dims, buckets=(4,))
+        for args in calls:
+            x = rows(3)
+            assert torch.equal(call(x, *args), function(x, *args))
+            assert torch.equal(call(x, *args, d=5, e=6), function(x, *args, d=5, e=6))
+        assert (call.stats.replays, call.stats.ran_eagerly) == ({4: 1}, 5)
+
+
 def test_nested_arguments_are_refreshed(device: torch.device, rows: Rows) -> None:
     """Tensors inside containers are inputs too, not constants of the capture."""
 
@@ -101,6 +202,83 @@ def test_a_modules_weights_are_watched(device: torch.device, rows: Rows) -> None
     with torch.no_grad():
         assert torch.equal(call(x), module(x))
     assert not torch.equal(call(x), before)
+
+
+def test_a_call_unlike_the_example_runs_as_other_eager_steps_do(device: torch.device, rows: Rows) -> None:
+    """Its result is the caller's own, tensors from the host are brought, and it waits its turn."""
+
+    class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None) -> Any:
+            held.append(lock._is_owned())
+            return {"y": x if shift is None else x + shift, "weight": self.weight}
+
+    table, held = Table().to(device), []
+    lock: Any = threading.RLock()
+    call = graphed(table, rows(1), buckets=(4,))
+    call.runner.context.arena.lock = lock
+    held.clear()
+    x = rows(3)
+    result = call(x.cpu(), x.cpu())
+    assert torch.equal(result["y"], x + x)
+    assert result["weight"].data_ptr() != table.weight.data_ptr()
+    assert not result["weight"].requires_grad
+    assert held == [True]
+    assert (call.stats.sizes, call.stats.eager) == ({3: 1}, {Reason.OPTIONAL_INPUTS: 1})
+
+
+def test_as_a_view_the_functions_own_tensor_is_returned(device: torch.device, rows: Rows) -> None:
+    """What lies in no static memory needs no copy, at a call unlike the example as at any eager step."""
+    kept = torch.ones(3, device=device)
+
+    def function(x: torch.Tensor, shift: torch.Tensor | None = None) -> Any:
+        return {"y": x, "kept": kept}
+
+    call = graphed(function, rows(1), buckets=(4,), outputs="view")
+    x = rows(3)
+    assert call(x, x)["kept"] is kept
+    static = call.runner.buffers(3)["x"]
+    assert call(static, x)["y"].data_ptr() != static.data_ptr()
+
+
+def test_without_graphs_a_call_unlike_the_example_is_the_functions(device: torch.device, rows: Rows) -> None:
+    """An eager runner copies nothing; this call is counted by its own reason."""
+    call = graphed(lambda x, y=None: x if y is None else y, rows(1), backend="disabled")
+    x = rows(3)
+    assert call(x, x) is x
+    assert (call.stats.sizes, call.stats.eager) == ({3: 1}, {Reason.OPTIONAL_INPUTS: 1})
+
+
+@pytest.mark.parametrize("function", [torch.relu, torch.matmul, 3])
+def test_a_function_whose_arguments_have_no_names_is_an_input_error(rows: Rows, function: Any) -> None:
+    """Python cannot say what a built-in function takes; one line around it can."""
+    with pytest.raises(InputError, match="Wrap it in one of yours: lambda x") as caught:
+        graphed(function, rows(1), buckets=(2,))
+    assert isinstance(caught.value.__cause__, (TypeError, ValueError))
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "told"),
+    [
+        ({"fill": 1.5}, InputError, r"by argument name, found 1.5.*fill={'x': 1.5}"),
+        ({"fill": 0}, InputError, "by argument name, found 0"),
+        ({"dims": 3}, InputError, "a sequence of dimensions, found 3"),
+        ({"dims": {"x": "requests"}}, InputError, "a sequence of dimensions, found 'requests'"),
+        ({"buckets": 4}, ConfigError, r"a sequence of sizes.*field 'buckets'.*buckets=\(4,\)"),
+        ({"variants": ("a",)}, ConfigError, "field 'variants'"),
+        ({"max_requests": 64}, ConfigError, "field 'max_requests'"),
+        ({"max_padding": 2.0}, ConfigError, "field 'max_padding'"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_told(
+    rows: Rows, setting: dict[str, Any], error: type[Exception], told: str
+) -> None:
+    """One of another form names the right one; one that would do nothing is not taken in silence."""
+    with pytest.raises(error, match=told):
+        graphed(lambda x: x, rows(1), **({"buckets": (2,)} | setting))
 
 
 def test_bad_calls_and_examples_are_input_errors(device: torch.device, rows: Rows) -> None:
