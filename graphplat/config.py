@@ -83,6 +83,11 @@ class PhaseConfig(_Checked, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.buckets is not None:
             msgspec.structs.force_setattr(self, "buckets", buckets.check_buckets(self.buckets))
 
+    def __hash__(self) -> int:
+        options = tuple(sorted(self.compile_options.items()))
+        rest = (getattr(self, name) for name in self.__struct_fields__ if name != "compile_options")
+        return hash((options, *rest))
+
     def ladder(self, phase: Phase) -> tuple[int, ...]:
         """The effective bucket ladder, ascending; empty when disabled."""
         if self.backend == "disabled":

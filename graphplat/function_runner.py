@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,8 +57,8 @@ def graphed(
     to come: what the example's values do not show is not found, nor anything of a function that draws random
     numbers, nor whether a dimension ``UpTo`` may be widened. The check is skipped where every size from 1 on
     has a bucket of its own. A function that computes in fewer bits than its tensors have may need
-    ``check=False``. A module in training mode that drops values or normalises by its batch is warned of by
-    :class:`GraphplatWarning`; its buffers are as before afterwards.
+    ``check=False``. With *check*, modules in training mode that drop values or normalise by their batch are
+    warned of by :class:`GraphplatWarning`. Buffers of a module in training mode are as before afterwards.
 
     Results carry no gradient. A tensor that *function* closes over is read at its address
     of now; give a module, whose parameters and buffers are watched, where they may move.
@@ -70,9 +71,7 @@ def graphed(
     config = GraphConfig(decode=_settings(buckets, settings))
     runner = FunctionRunner(function, example, dims, {} if fill is None else fill)
     runner.graph_config = config
-    # Set-up runs the function several times, which in training mode may change running statistics.
-    buffers = [buffer for buffer in runner.model.buffers() if buffer.layout is torch.strided]
-    with restored(buffers if runner.model.training else []):
+    with runner.statistics_kept():
         capture = capture_cuda_graphs(model_runner=runner)
         if check and capture.decode.runner is not None:
             _check_padding(RowCheck(runner, capture.eager_runner))
@@ -109,6 +108,16 @@ class FunctionRunner(ModelRunner):
         self.rows = tensors[self.rows_paths[0]].shape[0]
         for path, tensor in tensors.items():
             _check_declared(path, self._spec.tensors[path], tensor, self.rows)
+
+    def statistics_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Put buffers back at the end where the function runs several times for a capture.
+
+        Modules in training mode count and average what they see there. Others have no reason to change,
+        and may be as large as a cache.
+        """
+        trained = any(module.training for module in self.model.modules())
+        buffers = [buffer for buffer in self.model.buffers() if buffer.layout is torch.strided]
+        return restored(buffers if trained else [])
 
     def input_spec(self, phase: Phase) -> InputSpec:
         """The arguments, as the example declared them."""
@@ -155,7 +164,8 @@ class Graphed:
 
     def recapture(self) -> None:
         """Destroy the graphs and record them again; raises :class:`CaptureError` as :func:`graphed` does."""
-        self.runner.recapture()
+        with self._model_runner.statistics_kept():
+            self.runner.recapture()
 
     def _run_eagerly(self, inputs: dict[str, Any], decision: Decision) -> Any:
         """Run a call unlike the example, as the runner runs any step without a graph."""

@@ -188,7 +188,7 @@ class InputSpec:
     inputs of one path, such as ``{"a.b": …}`` beside ``{"a": {"b": …}}``.
     """
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, /, **fields: Any) -> None:
         self.fields = fields
         leaves = tree.leaves(fields, "inputs", InputError)
         for path, leaf in leaves.items():

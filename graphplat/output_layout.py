@@ -76,6 +76,13 @@ class OutputLayout:
 
 def _described(output: Any) -> dict[str, Any]:
     """The leaves of *output* by path, with shape and dtype in the place of a tensor."""
+    for path, value in tree.carried(output):
+        if isinstance(value, torch.Tensor):
+            raise CaptureError(
+                f"output {path} is a tensor beside the fields of its container, which no step would renew",
+                field=path,
+                hint="Make it a field, or a functools.cached_property of fields",
+            )
     return {
         path: (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
         for path, leaf in tree.leaves(output, "outputs", CaptureError).items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -191,7 +192,14 @@ class GraphOutput:
 
 
 def copy_output(output: Any) -> Any:
-    """*output* with every tensor cloned, so that later steps cannot change it."""
+    """*output* with every tensor cloned, so that later steps cannot change it, and no step a host value."""
     if isinstance(output, torch.Tensor):
         return output.clone()
-    return tree.map_leaves(lambda _, leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
+    return tree.map_leaves(
+        lambda _, leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else own_value(leaf), output
+    )
+
+
+def own_value(leaf: Any) -> Any:
+    """*leaf*, or a copy of a host value that its holder could change, such as a set."""
+    return leaf if type(leaf).__hash__ is not None else copy.deepcopy(leaf)

@@ -72,7 +72,7 @@ class TensorRef:
 
     def build(self) -> torch.Tensor:
         """Make the tensor on its slot's storage; call in inference mode."""
-        base: torch.Tensor = torch.empty(0, dtype=self.dtype)
+        base: torch.Tensor = torch.empty(0, dtype=self.dtype, device="cpu")
         storage: Any = self.slot.storage  # the stubs know only Tensor as a source
         made: torch.Tensor = base.set_(storage, self.offset, self.shape, self.stride)
         if self.conj:
@@ -124,7 +124,7 @@ class SlotTable:
 
 def empty_storage() -> torch.UntypedStorage:
     """Return a storage of no bytes."""
-    return torch.empty(0, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
 class Arena:

@@ -57,7 +57,7 @@ class Staging:
     def of(cls, bound: BoundInputs) -> Staging | None:
         """The staging of *bound*, made once; ``None`` where the platform cannot use it."""
         capabilities = bound.arena.platform.capabilities
-        if not capabilities.pinned_memory or bound.nbytes > _MOST_BYTES or not bound.fields:
+        if not capabilities.pinned_memory or not 0 < bound.nbytes <= _MOST_BYTES:
             return None
         if bound.staging is None:
             bound.staging = cls(bound)
@@ -169,7 +169,7 @@ def pinned_zeros(*shape: int, dtype: torch.dtype, without: str) -> torch.Tensor 
     try:
         # Not beside a capture of another thread, which some devices would end.
         with guard.CAPTURE_LOCK, torch.inference_mode(False):
-            return torch.zeros(shape, dtype=dtype).pin_memory()
+            return torch.zeros(shape, dtype=dtype, device="cpu").pin_memory()
     except RuntimeError as error:
         warn(f"{without}, since pinning memory failed: {error}")
         return None

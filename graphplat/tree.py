@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -63,13 +64,26 @@ def map_leaves(function: Callable[[str, Any], Any], value: Any, path: str = "") 
     """A structure like *value* whose leaves are ``function(path, leaf)``.
 
     Containers are new objects of the same types (frozen ones included);
-    fields that are no part of the structure are carried over.
+    fields that are no part of the structure are carried over, cached properties computed anew.
     """
     inner = children(value)
     if inner is None:
         return function(path, value)
     items = [(step, map_leaves(function, item, join(path, step))) for step, item in inner]
     return _rebuild(value, items)
+
+
+def carried(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that containers in *value* have beside the structure; no cached properties."""
+    inner = children(value)
+    for step, item in inner or ():
+        yield from carried(item, join(path, step))
+    held = getattr(value, "__dict__", None) if inner is not None else None
+    if held:
+        known = {id(item) for _, item in inner or ()}
+        for name, item in held.items():
+            if id(item) not in known and not _is_cached(value, name):
+                yield join(path, ("attr", name)), item
 
 
 def join(path: str, step: Step) -> str:
@@ -100,6 +114,10 @@ def _field_names(value: Any) -> list[str] | None:
     return None
 
 
+def _is_cached(value: Any, name: str) -> bool:
+    return isinstance(getattr(type(value), name, None), functools.cached_property)
+
+
 def _rebuild(value: Any, items: list[tuple[Step, Any]]) -> Any:
     if isinstance(value, Mapping):
         if type(value) is dict:
@@ -113,6 +131,8 @@ def _rebuild(value: Any, items: list[tuple[Step, Any]]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(item for _, item in items)
     clone = copy.copy(value)
+    for name in [name for name in getattr(clone, "__dict__", ()) if _is_cached(value, name)]:
+        del clone.__dict__[name]  # what was computed from other leaves
     for (_, name), item in items:
         # Frozen dataclasses, attrs classes and Structs refuse plain assignment.
         if isinstance(clone, msgspec.Struct):

@@ -15,10 +15,16 @@ if TYPE_CHECKING:
     from graphplat.model_runner import ModelRunner
 
 Address = int | tuple[Any, ...]
-Described = tuple[Address, torch.Size, tuple[int, ...], torch.dtype]
+Described = tuple[Address, torch.Size, tuple[int, ...], torch.dtype, tuple[bool, bool]]
 _plain: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _stride: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 _form: Callable[[torch.Tensor], Any] = operator.attrgetter("shape", "dtype")
+
+
+def _complex_form(tensor: torch.Tensor) -> Any:
+    return tensor.shape, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
 _BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _PARTS = {
     torch.sparse_csr: _BY_ROW,
@@ -44,7 +50,7 @@ def _address(tensor: torch.Tensor) -> Address:
 
 def _describe(tensor: torch.Tensor) -> Described:
     strides = tensor.stride() if tensor.layout is torch.strided else ()
-    return _address(tensor), tensor.shape, strides, tensor.dtype
+    return _address(tensor), tensor.shape, strides, tensor.dtype, (tensor.is_conj(), tensor.is_neg())
 
 
 def _describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, Described]:
@@ -84,6 +90,7 @@ class WeightWatch:
     _locate: Callable[[torch.Tensor], Address] = _plain
     _layouts: list[tuple[list[torch.Tensor], list[Any], list[Any]]] = attrs.field(factory=list)
     """Tensors that are looked at together, their strides, and their sizes and types."""
+    _form: Callable[[torch.Tensor], Any] = _form
     _turn: int = 0
     _reshaped: bool = False
     """A layout was found changed; kept until :meth:`remember`, since only some are looked at each time."""
@@ -115,7 +122,9 @@ class WeightWatch:
         self._pointers = list(map(self._locate, self._live))
         turns = -(-len(plain) // _AT_ONCE) if len(plain) > _FEW else 1
         shares = [plain[turn::turns] for turn in range(turns)]
-        self._layouts = [(share, list(map(_stride, share)), list(map(_form, share))) for share in shares]
+        # A real tensor has such bits as a part of a complex one alone; to ask costs more than all the rest.
+        self._form = _complex_form if any(map(torch.is_complex, plain)) else _form
+        self._layouts = [(share, list(map(_stride, share)), list(map(self._form, share))) for share in shares]
         self._turn, self._reshaped = 0, False
         self._extras = _describe_all(self.model_runner.extra_tensors())
         self._named = self._describe_named()
@@ -159,7 +168,7 @@ class WeightWatch:
         layouts, turn = self._layouts, self._turn
         looked_at, strides, forms = layouts[turn]
         self._turn = turn - 1 if turn else len(layouts) - 1
-        if list(map(_stride, looked_at)) == strides and list(map(_form, looked_at)) == forms:
+        if list(map(_stride, looked_at)) == strides and list(map(self._form, looked_at)) == forms:
             return False
         self._reshaped = True
         return True

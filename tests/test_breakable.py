@@ -15,6 +15,7 @@ import torch
 
 from graphplat import (
     CaptureError,
+    ForwardBatch,
     GraphplatError,
     InputSpec,
     PhaseConfig,
@@ -450,6 +451,36 @@ def test_what_crossed_a_break_is_freed_with_the_graph(runtime, decode, rows):
     gc.collect()
     assert held() is None
     assert runner.backend.bridges.nbytes == 0
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_capture_and_steps_may_mix_inference_mode(runtime, decode, rows, first, lazy):
+    """What was captured in inference mode is replayed outside it, and the other way round."""
+
+    @eager_on_graph(rows="tokens", writes=("out",))
+    def attend(x: torch.Tensor, out: torch.Tensor) -> None:
+        out[: len(x)].copy_(x * 2)
+
+    @eager_on_graph
+    def more(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        x = batch.inputs["x"] + 0
+        out = torch.empty_like(x)
+        attend(x, out)
+        return more(out) * 3
+
+    toy = runtime(forward, decode=breakable(buckets=(2, 4), capture="lazy" if lazy else "startup"))
+    with first():
+        runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    second = torch.inference_mode if first is torch.no_grad else torch.no_grad
+    for mode, count in ((first, 3), (second, 3), (second, 1), (first, 2), (second, 4), (first, 4)):
+        x = rows(count)
+        with mode():
+            assert torch.equal(runner.execute(decode(count, x=x)), (x * 2 + 1) * 3)
+    assert runner.stats.ran_eagerly == 0
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

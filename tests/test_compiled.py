@@ -149,6 +149,31 @@ def test_a_forward_that_cannot_be_compiled_whole_is_compiled_in_pieces(runtime, 
     assert torch.equal(capture.decode_runner.execute(decode(2, x=x)), (x + 1) * 2)
 
 
+def test_pieces_are_compiled_for_more_sizes_than_the_compiler_counts_to(runtime, decode, rows) -> None:
+    """
+    The pieces of all sizes share the compiler's count, at whose limit of eight it would run the forward as it
+    is: each size is compiled all the same, and no size is without a note of it.
+    """
+    compiled: list[int] = []
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        first = batch.inputs["x"] + 1
+        torch._dynamo.graph_break()
+        if torch.compiler.is_compiling():
+            return first * 3
+        compiled.append(0)
+        return first * 3
+
+    settings = config(buckets=tuple(range(1, 13)), compile="each")
+    capture = capture_cuda_graphs(model_runner=runtime(forward, decode=settings))
+    assert all("compiled in pieces" in note for note in notes(capture).values())
+    compiled.clear()
+    for count in (1, 12):
+        x = rows(count)
+        assert torch.equal(capture.decode_runner.execute(decode(count, x=x)), (x + 1) * 3)
+    assert not compiled
+
+
 def wrong_when_compiled(batch: ForwardBatch) -> torch.Tensor:
     x = batch.inputs["x"] * 1.0
     return x * 1.01 if torch.compiler.is_compiling() else x

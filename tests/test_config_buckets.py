@@ -115,6 +115,17 @@ SETTINGS = {
 }
 
 
+def test_settings_can_be_keys() -> None:
+    """Equal settings are one key of a dict, options of the compiler included."""
+    options = {"max_autotune": True, "a": 1}
+    one, other = (
+        GraphConfig(decode=PhaseConfig(compile_options=given))
+        for given in (options, dict(reversed(options.items())))
+    )
+    assert one == other
+    assert len({one, other, GraphConfig()}) == 2
+
+
 def test_settings_decode_alike_from_dict_json_and_toml() -> None:
     """The three ways, and construction in code, give equal settings."""
     toml = """

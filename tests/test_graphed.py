@@ -542,6 +542,20 @@ def test_a_constant_may_be_nan(device: torch.device, rows: Rows) -> None:
     assert call.stats.replayed == 1
 
 
+@pytest.mark.parametrize("part", [False, True], ids=["all", "a part"])
+def test_a_capture_leaves_statistics_as_they_were(device: torch.device, rows: Rows, part: bool) -> None:
+    """Also where a part alone is in training mode, and at a capture on request."""
+    norm = torch.nn.BatchNorm1d(3)
+    network = torch.nn.Sequential(torch.nn.Linear(3, 3), norm).to(device).train(not part)
+    norm.train()
+    call = graphed(network, rows(3), buckets=(4,), check=False)
+    assert norm.num_batches_tracked == 0
+    call.recapture()
+    assert norm.num_batches_tracked == 0
+    call(rows(4))
+    assert norm.num_batches_tracked == 1
+
+
 def test_set_up_leaves_no_trace_in_a_module_in_training_mode(device: torch.device, rows: Rows) -> None:
     """Running statistics are as before, though the function was run several times; so is the example."""
     network = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)).to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import weakref
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from graphplat import (
     CaptureError,
+    ForwardBatch,
     InputSpec,
     Phase,
     PhaseConfig,
@@ -423,6 +425,62 @@ def test_prefill_and_decode_results_do_not_mix(runtime: Any, decode: Any, rows: 
     assert all(torch.equal(got, wanted) for got, wanted in kept)
     assert capture.prefill_runner.stats.replayed == 3
     assert capture.decode_runner.stats.replayed == 3
+
+
+@dataclasses.dataclass
+class Remembering:
+    logits: torch.Tensor
+
+    @functools.cached_property
+    def token(self) -> torch.Tensor:
+        return self.logits.argmax(-1)
+
+
+@pytest.mark.parametrize("outputs", ["copy", "view"])
+def test_what_an_output_computed_of_its_fields_is_computed_anew(
+    runtime: Any, decode: Any, rows: Any, outputs: Any
+) -> None:
+    """A cached property that the forward has read is no part of the result: it would hold padded rows."""
+
+    def forward(batch: ForwardBatch) -> Remembering:
+        made = Remembering(batch.inputs["x"] * 2)
+        assert made.token is made.token
+        return made
+
+    toy = runtime(forward, decode=PhaseConfig(buckets=(4,), outputs=outputs))
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    for count in (3, 4, 2):
+        x = rows(count)
+        result = runner.execute(decode(count, x=x))
+        assert torch.equal(result.token, (x * 2).argmax(-1))
+
+
+def test_a_tensor_beside_the_fields_of_an_output_is_refused(runtime: Any) -> None:
+    """No step could renew it, and nobody would see."""
+
+    def forward(batch: ForwardBatch) -> Any:
+        made = Remembering(batch.inputs["x"] * 2)
+        made.extra = made.logits + 1  # type: ignore[attr-defined]
+        return {"out": made}
+
+    with pytest.raises(CaptureError, match=r"output out.extra is a tensor beside the fields of"):
+        capture_cuda_graphs(model_runner=runtime(forward))
+
+
+@pytest.mark.parametrize("outputs", ["copy", "view"])
+def test_a_host_value_that_can_be_changed_is_the_callers_own(
+    runtime: Any, decode: Any, rows: Any, outputs: Any
+) -> None:
+    """What a caller does to a set that it got is not seen by the next step."""
+    toy = runtime(
+        lambda batch: {"y": batch.inputs["x"] * 2, "tags": {1, 2}},
+        decode=PhaseConfig(buckets=(4,), outputs=outputs),
+    )
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    for _ in range(3):
+        result = runner.execute(decode(3, x=rows(3)))
+        assert result["tags"] == {1, 2}
+        result["tags"].add(99)
 
 
 def test_capture_and_steps_may_mix_inference_mode(runtime: Any, decode: Any, rows: Any) -> None:

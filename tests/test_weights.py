@@ -281,6 +281,23 @@ def test_other_strides_at_the_old_address_are_found(
     assert runner.stats.recaptures == 1
 
 
+def test_a_conjugate_at_the_old_address_is_found(runtime: Any, decode: Any, rows: Any) -> None:
+    """It shares memory, sizes and strides with what it replaces; only a bit of the tensor differs."""
+    device = rows(1).device
+    module = torch.nn.ParameterList([torch.full((3,), 1 + 2j, device=device)]).requires_grad_(False)
+    toy = runtime(
+        lambda batch: torch.view_as_real(batch.inputs["x"] * module[0]),
+        decode=PhaseConfig(buckets=(4,)),
+        model=module,
+    )
+    runner = capture_cuda_graphs(model_runner=toy).decode_runner
+    x = rows(4)
+    runner.execute(decode(4, x=x))
+    module[0].data = module[0].data.conj()
+    assert torch.equal(runner.execute(decode(4, x=x)), torch.view_as_real(x * module[0]))
+    assert runner.stats.recaptures == 1
+
+
 def test_what_is_added_to_a_module_that_held_nothing_is_found(runtime: Any, decode: Any, rows: Any) -> None:
     """A buffer registered on a module without any, as adapters do, is seen at the next step."""
     module = torch.nn.Module().to(rows(1).device)

@@ -36,6 +36,8 @@ class Segments:
     graphs: list[Any] = attrs.field(factory=list)
     parts: list[EagerPart] = attrs.field(factory=list)
     steps: list[Callable[[], None]] = attrs.field(factory=list)
+    inference: bool = attrs.field(factory=torch.is_inference_mode_enabled)
+    """Whether it was recorded in inference mode."""
 
 
 @attrs.define(eq=False)
@@ -69,9 +71,11 @@ class BreakableBackend(CaptureBackend):
 
     def _launcher(self, captured: CapturedShape) -> Callable[[ForwardBatch | None], None]:
         steps = captured.recording.steps
+        # Eager parts write into static memory; what a capture in inference mode made wants that mode for it.
+        mode = torch.inference_mode if captured.recording.inference else torch.no_grad
 
         def launch(batch: ForwardBatch | None) -> None:
-            with torch.no_grad(), breaks.running(batch):  # eager parts write into static memory
+            with mode(), breaks.running(batch):
                 for step in steps:
                     step()
 

@@ -180,13 +180,15 @@ class CompiledBackend(FullBackend):
         if forward.kernels is None:
             forward.kernels = self._make(key, dynamic=False)
         try:
-            forward()
+            with forward.kernels.without_limit():
+                forward()
         except Exception as error:
             if guard.is_out_of_memory(error) or not forward.kernels.whole:
                 raise
             self._notes.append(f"compiled in pieces: {_brief(error)}")
             forward.kernels = self._make(key, dynamic=False, whole=False)
-            forward()
+            with forward.kernels.without_limit():
+                forward()
         self._kernels[where] = forward.kernels
 
     def _make(self, key: ShapeKey, **how: bool) -> Kernels:
@@ -265,7 +267,7 @@ def _probe(batch: ForwardBatch) -> ForwardBatch:
             return leaf
         if not leaf.is_floating_point():
             return leaf.clone()
-        drawn = torch.rand(leaf.shape, generator=generator) + 0.5
+        drawn = torch.rand(leaf.shape, generator=generator, device="cpu") + 0.5
         return drawn.to(leaf.device, leaf.dtype)
 
     probe = copy.copy(batch)

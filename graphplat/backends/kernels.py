@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphplat.batch import ForwardBatch
 
 
+_ANY_NUMBER = 1 << 16
 _TREES = "triton.cudagraphs"
 
 
@@ -85,6 +86,20 @@ class Kernels:
         if self.dynamic:
             self._mark(batch)
         return self.function(batch)
+
+    def without_limit(self) -> contextlib.AbstractContextManager[Any]:
+        """Where it compiles pieces, let the compiler run for any number of sizes, and fail, not give up.
+
+        It counts by code object, and the pieces of all sizes share those of the forward. Past its limit it
+        would run them as they are without a word.
+        """
+        if self.whole:
+            return contextlib.nullcontext()
+        limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _ANY_NUMBER)
+        context: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
+            {**limits, "fail_on_recompile_limit_hit": True}
+        )
+        return context
 
     def _mark(self, batch: ForwardBatch) -> None:
         """Let the first dimension of every input vary; nothing is promised, so nothing is violated."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 
 from graphplat import guard, tree
 from graphplat.budget import Budget
@@ -23,8 +24,6 @@ from graphplat.runners.planning import split_remaining
 from graphplat.runners.stale import drop_stale, start_over
 
 if TYPE_CHECKING:
-    import torch
-
     from graphplat.backends import CapturedShape
     from graphplat.batch import ForwardBatch
     from graphplat.buffers import BoundInputs
@@ -196,7 +195,7 @@ def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> b
 def _capture(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, CapturedShape, dict[str, Any]]:
     with runner.context.stage(f"the preparation of {key}"):
         inputs, batch, installed = _prepare(runner, key)
-    writes = runner.context.arena.writes
+    writes, before = runner.context.arena.writes, inputs.packed.clone()
     cost = Cost()
     with runner.context.stage(f"the capture of {key}", cost):
         captured = runner.backend.capture_one(
@@ -209,7 +208,11 @@ def _capture(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, CapturedS
     if runner.context.peers is not None:
         captured = attrs.evolve(captured, bytes=cost.bytes)
         runner.backend.captured[key] = captured
-    inputs.volatile = runner.context.arena.writes != writes or runner.backend.exposes_inputs(key)
+    inputs.volatile = (
+        runner.context.arena.writes != writes
+        or runner.backend.exposes_inputs(key)
+        or not torch.equal(inputs.packed, before)  # kernels need not count their writes
+    )
     return inputs, captured, installed_on(batch)
 
 

@@ -13,7 +13,7 @@ from graphplat.backends import make_backend
 from graphplat.batch import ForwardBatch, Phase
 from graphplat.buffers import BoundInputs, bind_inputs
 from graphplat.errors import GraphplatError
-from graphplat.outputs import GraphOutput, copy_output
+from graphplat.outputs import GraphOutput, copy_output, own_value
 from graphplat.report import Decision, Reason, RunnerStats
 from graphplat.runners import agreeing, deciding
 from graphplat.runners.base import BaseRunner, CheckedBatch
@@ -283,7 +283,9 @@ class GraphRunner(BaseRunner):
         """What the caller gets; containers are new, since the cached ones must stay whole."""
         if not self._view:
             return copy_output(view)
-        return view if isinstance(view, torch.Tensor) else tree.map_leaves(lambda _, leaf: leaf, view)
+        if isinstance(view, torch.Tensor):
+            return view
+        return tree.map_leaves(lambda _, leaf: own_value(leaf), view)
 
     # Capturing
 

@@ -16,12 +16,14 @@ from graphplat import (
     Platform,
     Reason,
     TensorSpec,
+    capture_decode_graph,
 )
 from graphplat.testing.suite_runtime import (
     SuiteRuntime,
     batch_of,
     captured,
     device_graphs,
+    prepared,
 )
 
 HostOperator = tuple[str, Callable[..., torch.Tensor]]
@@ -125,7 +127,9 @@ def test_without_updates_such_batches_run_eagerly(
     if platform.capabilities.update_after_capture != "none":
         pytest.skip("this platform updates graphs")
     runtime = attention_runtime(device, host_operator, buckets=(2,))
-    runner = captured(platform, runtime)
+    eager_runner = prepared(platform, runtime)
+    capture = capture_decode_graph(model_runner=runtime, eager_runner=eager_runner)
+    runner = capture.runner or eager_runner
     output, eager = updated_step(runner, runtime, host_operator, [4, 2])
     assert torch.allclose(output, eager, atol=1e-5)
     assert runner.stats.eager[Reason.HOST_VALUE] == 1
