@@ -800,6 +800,21 @@ def test_an_updated_host_value_runs_eagerly_where_graphs_cannot_be_rewritten(
         capture_cuda_graphs(model_runner=demanding)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # from loading the compiler
+@pytest.mark.parametrize("backend", ["full", "breakable", "compiled"])
+def test_the_default_device_of_torch_is_of_no_matter(
+    runtime: Any, decode: Any, rows: Any, backend: Any
+) -> None:
+    """Set-up, captures and steps name the device of what they make."""
+    toy = runtime(lambda batch: batch.inputs["x"] * 2, decode=PhaseConfig(backend=backend, buckets=(2, 4)))
+    x = rows(3)
+    with torch.device("meta"):
+        runner = capture_cuda_graphs(model_runner=toy).decode_runner
+        result = runner.execute(decode(3, x=x))
+    assert torch.equal(result, x * 2)
+    assert runner.stats.replayed == 1
+
+
 def test_stages_of_a_pipeline_pass_tensors_on(runtime: Any, decode: Any, rows: Any) -> None:
     """
     Guards against vllm-project/vllm#13353: what a former stage hands over is new tensors at every step, and

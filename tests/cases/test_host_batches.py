@@ -229,3 +229,30 @@ def test_where_nothing_can_be_pinned_host_batches_are_right(rig, queue, monkeypa
     steps.check()
     assert len(tried) == 1
     assert runner.stats.replayed == 8 + 3 + len(steps.taken)
+
+
+def test_inputs_without_a_byte_are_no_matter(rig, ring):
+    """
+    Guards against sgl-project/sglang#10892: where there is nothing to send, batches from the host replay as
+    any others do.
+    """
+    runner = rig.start(lambda batch: rig.cut(batch.inputs["x"] + 1), InputSpec(x=rig.tensor(0)), buckets=(8,))
+    for where in (rig.device, "cpu", "cpu"):
+        assert runner.execute(rig.batch(3, x=torch.ones(3, 0, device=where))).shape == (3, 0)
+    assert runner.stats.replayed == 3
+
+
+def test_the_ring_is_host_memory_whatever_the_default_device(rig, ring):
+    """
+    Guards against MooreThreads/torch_musa#97: with the device as torch's default, memory is pinned all the
+    same, and host batches are staged.
+    """
+    with torch.device(rig.device):
+        runner = start(rig)
+    with torch.device(rig.device):
+        x = torch.full((3, 3), 4.0, device="cpu")
+        for _ in range(2):
+            found = runner.execute(rig.batch(3, x=x))
+    assert torch.equal(found["y"].cpu(), x * 2)
+    (entry,) = runner.entries.values()
+    assert entry.inputs.staging._ring.device.type == "cpu"
