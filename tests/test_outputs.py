@@ -106,6 +106,15 @@ def test_outputs_that_a_replay_would_falsify_are_refused(
     assert runner.stats.eager == {Reason.CAPTURE_FAILED: 3}
 
 
+def test_an_array_is_refused_as_an_object_that_no_graph_can_give(runtime: Any) -> None:
+    """Arrays of two sizes cannot be compared at all, and those of one compare in parts."""
+    numpy = pytest.importorskip("numpy")
+    for make in (lambda n: numpy.zeros((n, 2)), lambda n: numpy.zeros(3)):
+        toy = runtime(lambda batch, make=make: {"y": make(batch.num_requests)})
+        with pytest.raises(CaptureError, match=r"output y is another ndarray at each run.*Return tensors"):
+            capture_cuda_graphs(model_runner=toy)
+
+
 class Opaque:
     """Holds what no structure that is known here does."""
 
