@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 
-from graphplat import guard, tree
+from graphplat import guard
 from graphplat.budget import Budget
 from graphplat.errors import CaptureError
 from graphplat.hookspecs import CaptureProgress
@@ -18,14 +17,16 @@ from graphplat.outputs import GraphOutput
 from graphplat.peers import Cost, Outcome
 from graphplat.report import Reason, ShapeReport
 from graphplat.runners import fitting
-from graphplat.runners.entry import Entry, check_inputs_kept, installed_on, installed_tensors
+from graphplat.runners.entry import Entry, installed_on
 from graphplat.runners.participants import Participant
 from graphplat.runners.planning import split_remaining
+from graphplat.runners.prepared import Prepared
 from graphplat.runners.stale import drop_stale, start_over
 
 if TYPE_CHECKING:
+    import torch
+
     from graphplat.backends import CapturedShape
-    from graphplat.batch import ForwardBatch
     from graphplat.buffers import BoundInputs
     from graphplat.keys import ShapeKey
     from graphplat.runners.graph import GraphRunner
@@ -194,41 +195,22 @@ def _capture_key(runner: GraphRunner, key: ShapeKey, total: int, done: int) -> b
 
 def _capture(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, CapturedShape, dict[str, Any]]:
     with runner.context.stage(f"the preparation of {key}"):
-        inputs, batch, installed = _prepare(runner, key)
-    writes, before = runner.context.arena.writes, inputs.packed.clone()
+        prepared = Prepared.make(runner, key)
     cost = Cost()
     with runner.context.stage(f"the capture of {key}", cost):
         captured = runner.backend.capture_one(
             key,
-            runner.backend.bind(key, runner.eager_runner.forward, batch),
-            capture_inputs=installed or None,
+            runner.backend.bind(key, runner.eager_runner.forward, prepared.batch),
+            capture_inputs=prepared.installed or None,
             post_warmup_hook=runner.model_runner.post_warmup,
         )
         cost.bytes = captured.bytes
+        inputs = prepared.inputs
+        inputs.volatile = runner.backend.exposes_inputs(key) or prepared.were_written()
     if runner.context.peers is not None:
         captured = attrs.evolve(captured, bytes=cost.bytes)
         runner.backend.captured[key] = captured
-    inputs.volatile = (
-        runner.context.arena.writes != writes
-        or runner.backend.exposes_inputs(key)
-        or not torch.equal(inputs.packed, before)  # kernels need not count their writes
-    )
-    return inputs, captured, installed_on(batch)
-
-
-def _prepare(runner: GraphRunner, key: ShapeKey) -> tuple[BoundInputs, ForwardBatch, dict[str, torch.Tensor]]:
-    try:
-        runner.eager_runner.row_axes(key)  # small eager runs; not possible inside a recording
-        inputs = runner.bind(key)
-        batch = runner.context.dummy_batch(key, inputs.views())
-        before, given = batch.tensors(), dict(tree.walk(batch.inputs))
-        runner.model_runner.prepare_capture_batch(batch)
-    except Exception as error:
-        raise runner.backend.error_for(
-            CaptureError, "the capture could not be prepared", key, error
-        ) from error
-    check_inputs_kept(runner, key, given, batch)
-    return inputs, batch, installed_tensors(before, batch)
+    return inputs, captured, installed_on(prepared.batch)
 
 
 def place_output(runner: GraphRunner, key: ShapeKey, output: Any) -> GraphOutput:
