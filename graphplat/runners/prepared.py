@@ -34,7 +34,10 @@ class Prepared:
 
     @classmethod
     def make(cls, runner: GraphRunner, key: ShapeKey) -> Self:
-        """Lay the inputs of *key* out and let the runtime complete the batch; raises :class:`CaptureError`."""
+        """Lay the inputs of *key* out, and let the runtime complete the batch.
+
+        Raises :class:`CaptureError`, chained.
+        """
         try:
             runner.eager_runner.row_axes(key)  # small eager runs; not possible inside a recording
             inputs = runner.bind(key)
