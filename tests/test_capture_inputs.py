@@ -31,7 +31,7 @@ from graphplat import (
     platform_for,
 )
 from graphplat.backends import CaptureBackend
-from graphplat.runners import capturing
+from graphplat.runners import prepared
 from graphplat.testing.reference import ReferenceRunner
 from graphplat.testing.simulated import install_from_environment
 
@@ -299,7 +299,7 @@ def test_the_same_model_goes_wrong_with_the_gate_shut(device, backend, monkeypat
     With nothing retained, the counts' memory goes to other tensors and results are wrong: the test
     above can fail. Not on the cpu, whose recorded graphs hold what they read.
     """
-    monkeypatch.setattr(capturing, "installed_tensors", lambda before, batch: {})
+    monkeypatch.setattr(prepared, "installed_tensors", lambda before, batch: {})
     assert not all(_right(_steps(device, backend)))
 
 
