@@ -21,7 +21,7 @@ from graphplat.inputs import HostSpec, InputSpec, TensorSpec, UpTo
 from graphplat.model_runner import ModelRunner
 from graphplat.outputs import copy_output
 from graphplat.plugin_hooks import warn
-from graphplat.report import Decision, Reason, RunnerStats
+from graphplat.report import Decision, RunnerStats
 from graphplat.row_check import RowCheck, in_training, restored
 from graphplat.runners.eager import EagerRunner
 
@@ -173,10 +173,7 @@ class Graphed:
         found = (_rows(leaves.get(path)) for path in self._model_runner.rows_paths)
         rows = next((count for count in found if count is not None), None)
         with arena.lock:
-            self.stats.last = decision
-            self.stats.eager[cast("Reason", decision.reason)] += 1
-            if rows is not None:
-                self.stats.sizes[rows] += 1
+            self.stats.count(decision, rows)
             result = self._eager_runner.run(_batch(rows or 0, inputs), leaves)
             if isinstance(self.runner, EagerRunner):
                 return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -22,6 +22,7 @@ ForwardHook = tuple[str, Callable[..., Any]]
 _SEVERAL = (Mapping, list, tuple, set)
 
 
+@runtime_checkable
 class CanaryManager(Protocol):
     """What watches an engine's health; told when set-up is over."""
 
@@ -116,26 +117,28 @@ def check_model_runner(model_runner: ModelRunner) -> None:
 
 def _check_members(model_runner: ModelRunner) -> None:
     """Raise for an optional member that cannot be used as such."""
-    for name, usable, what in (
-        ("forward_hooks", _are_hooks(model_runner.forward_hooks), "pairs of a submodule's name and a hook"),
-        ("generators", _are_generators(model_runner.generators), "a sequence of torch.Generator"),
+    hooks, generators = model_runner.forward_hooks, model_runner.generators
+    canary, group = model_runner.canary_manager, model_runner.process_group
+    for name, found, usable, what in (
+        ("forward_hooks", hooks, _are_hooks(hooks), "pairs of a submodule's name and a hook"),
+        ("generators", generators, _are_generators(generators), "a sequence of torch.Generator"),
         (
             "canary_manager",
-            model_runner.canary_manager is None
-            or callable(getattr(model_runner.canary_manager, "mark_init_finished", None)),
+            canary,
+            canary is None or isinstance(canary, CanaryManager),
             "an object with mark_init_finished(), or None",
         ),
         (
             "process_group",
-            model_runner.process_group is None or callable(getattr(model_runner.process_group, "size", None)),
+            group,
+            group is None or _is_group(group),
             "a torch.distributed process group, or None",
         ),
     ):
         if not usable:
-            found = getattr(model_runner, name)
             raise ContractError(f"{type(model_runner).__qualname__}.{name} must be {what}, found {found!r}")
     known = dict(model_runner.model.named_modules())
-    for name, _ in model_runner.forward_hooks:
+    for name, _ in hooks:
         if name not in known:
             raise ContractError(
                 f"a forward hook is meant for submodule {name!r}, which the model does not have",
@@ -145,6 +148,10 @@ def _check_members(model_runner: ModelRunner) -> None:
         raise ContractError(
             f"tokens_per_request must be a positive integer, found {model_runner.tokens_per_request!r}"
         )
+
+
+def _is_group(value: object) -> bool:
+    return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)
 
 
 def _are_hooks(value: object) -> bool:

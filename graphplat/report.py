@@ -137,6 +137,16 @@ class RunnerStats:
     """Times that moved weights made this runner record again."""
     last: Decision | None = None
 
+    def count(self, decision: Decision, size: int | None) -> None:
+        """Note a step of so many requests or tokens, where that is known, and how it ran."""
+        self.last = decision
+        if size is not None:
+            self.sizes[size] += 1
+        if decision.key is not None:
+            self.replays[decision.key.size] += 1
+        elif decision.reason is not None:
+            self.eager[decision.reason] += 1
+
     @property
     def steps(self) -> int:
         """Steps taken. A result got as a view holds while no runner of its model takes another one."""

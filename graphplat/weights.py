@@ -183,7 +183,7 @@ class WeightWatch:
 
     def _any_lost(self) -> bool:
         """Whether a remembered tensor is no longer there, or lies elsewhere."""
-        there = self._describe_named() | _describe_all(self.model_runner.extra_tensors())
+        there = self._describe_now()
         known = self._named | self._extras
         return any(there.get(name) != described for name, described in known.items())
 
@@ -191,6 +191,9 @@ class WeightWatch:
         """The addresses of all watched tensors."""
         found = [*self._pointers, *(address for address, *_ in self._extras.values())]
         return set(itertools.chain.from_iterable(map(_numbers, found)))
+
+    def _describe_now(self) -> dict[str, Described]:
+        return self._describe_named() | _describe_all(self.model_runner.extra_tensors())
 
     def _describe_named(self) -> dict[str, Described]:
         # Read from the dictionaries: a model may give named_parameters() a meaning of its own.
@@ -205,7 +208,7 @@ class WeightWatch:
         if self.model_runner.model is not self._model:
             return "the model"
         known = self._named | self._extras
-        there = self._describe_named() | _describe_all(self.model_runner.extra_tensors())
+        there = self._describe_now()
         for name, described in there.items():
             if known.get(name) != described:
                 return name

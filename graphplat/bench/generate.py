@@ -6,7 +6,7 @@ import copy
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ _COMPILE_SECONDS = 60.0
 TUNED = {"coordinate_descent_tuning": True}
 """Has the compiler write the products of one row itself, fused with what lies around them, and try several
 shapes of each kernel: torch/_inductor/decomposition.py and config.py."""
-_NONE: Mapping[str, bool] = {}
 
 Generate = Callable[[list[int]], list[int]]
 """New tokens after a prompt."""
@@ -165,7 +164,7 @@ class Generation:
         yield GenerateWay("graphplat full, fused norms", fused)
         for name, options in (("graphplat compiled", {}), ("graphplat compiled, tuned", TUNED)):
             if self.clock.platform.capabilities.compiled:
-                compiled = partial(self._engine, "compiled", options)
+                compiled = partial(self._engine, "compiled", compile_options=options)
                 yield GenerateWay(name, compiled, compiles=True)
             else:
                 self._skip(name, f"{self.clock.platform.name} does not declare it")
@@ -186,20 +185,13 @@ class Generation:
 
         return run
 
-    def _engine(
-        self, backend: str, options: Mapping[str, bool] = _NONE, *, fused_norms: bool = False
-    ) -> Generate:
+    def _engine(self, backend: str, *, fused_norms: bool = False, **decode: Any) -> Generate:
         from graphplat.capture import capture_cuda_graphs
         from graphplat.integrations.generation import Engine
 
         config = GraphConfig.from_dict(
             {
-                "decode": {
-                    "backend": backend,
-                    "buckets": [1],
-                    "outputs": "view",
-                    "compile_options": dict(options),
-                },
+                "decode": {"backend": backend, "buckets": [1], "outputs": "view"} | decode,
                 "prefill": {"backend": "full", "buckets": [PROMPT], "outputs": "view"},
             }
         )

@@ -105,10 +105,10 @@ def _capture_startup(runner: GraphRunner, keys: list[ShapeKey]) -> None:
             runner.drop(key)
         runner.watch.forget()
         runner.context.renew_unused_pool()
+        detail = f"within {limit} bytes for this phase, other buckets save more"
+        detail = detail if choice else f"no bucket takes {limit} bytes or less"
         for key in kept:
             if key not in choice and key not in runner.missing:
-                detail = f"within {limit} bytes for this phase, other buckets save more"
-                detail = detail if choice else f"no bucket takes {limit} bytes or less"
                 _miss(runner, key, Reason.MEMORY_BUDGET, detail)
         kept = choice
 

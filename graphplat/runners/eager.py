@@ -49,11 +49,8 @@ class EagerRunner(BaseRunner):
         """Check *batch* and run the model's forward, in turn with the steps and captures of all runners."""
         with self.context.arena.lock:
             checked = self._check(batch)
-            stats, decision = self.stats, self._decision(batch.phase)
-            if decision.reason is not None:
-                stats.eager[decision.reason] += 1
-            stats.sizes[batch.num_requests if batch.phase is Phase.DECODE else batch.num_tokens] += 1
-            stats.last = decision
+            size = batch.num_requests if batch.phase is Phase.DECODE else batch.num_tokens
+            self.stats.count(self._decision(batch.phase), size)
             return self.run(batch, checked.leaves)
 
     def _check(self, batch: ForwardBatch) -> CheckedBatch:

@@ -162,7 +162,7 @@ class GraphRunner(BaseRunner):
                 raise
             except Exception as error:
                 raise self.backend.replay_error(plan.entry.key, error) from error
-            self._count(plan.decision, plan.size)
+            self.stats.count(plan.decision, plan.size)
             return self._result(plan.output)
 
     def _execute_checked(self, batch: ForwardBatch) -> Any:
@@ -188,15 +188,6 @@ class GraphRunner(BaseRunner):
             plan = StepPlan.make(entry, launch, decision, batch, self.size_of(batch))
             if plan is not None:
                 self._plans[where] = plan
-
-    def _count(self, decision: Decision, size: int) -> None:
-        stats = self.stats
-        stats.last = decision
-        stats.sizes[size] += 1
-        if decision.key is not None:
-            stats.replays[decision.key.size] += 1
-        elif decision.reason is not None:
-            stats.eager[decision.reason] += 1
 
     def drop(self, key: ShapeKey) -> None:
         """Destroy one graph; its batches run in a larger bucket or eagerly."""
@@ -242,7 +233,7 @@ class GraphRunner(BaseRunner):
     # Running
 
     def _run_eagerly(self, batch: ForwardBatch, checked: CheckedBatch, decision: Decision) -> Any:
-        self._count(decision, self.size_of(batch))
+        self.stats.count(decision, self.size_of(batch))
         result = self.eager_runner.run(batch, checked.leaves)
         with torch.no_grad():
             return self.context.arena.copied_out(result) if self._view else copy_output(result)
@@ -275,7 +266,7 @@ class GraphRunner(BaseRunner):
         else:
             self.backend.replay(key, batch)
         decision = Decision(key=key)
-        self._count(decision, self.size_of(batch))
+        self.stats.count(decision, self.size_of(batch))
         self._plan_step(entry, decision, batch)
         return self._result(entry.output.head(requests, tokens))
 

@@ -50,16 +50,22 @@ def command(python, *arguments, **environment):
     )
 
 
+def reported(python, tmp_path, status, *arguments):
+    """The report of a run of the command on the cpu that ends with *status*; it names platform and device."""
+    path = tmp_path / "report.json"
+    ended, output = command(python, "--device", "cpu", "--output", str(path), *arguments)
+    assert ended == status, output
+    report = json.loads(path.read_text())
+    assert (report["platform"], report["device"]) == ("cpu", "cpu")
+    assert report["capabilities"]["graph_capture"] is True
+    return report
+
+
 def test_the_command_reports_as_json(python, tmp_path):
     """
     The command's status is 0, and its report names platform, device, capabilities, versions and every test.
     """
-    path = tmp_path / "report.json"
-    status, output = command(python, "--device", "cpu", "--output", str(path), "-k", "padded or streams")
-    assert status == 0, output
-    report = json.loads(path.read_text())
-    assert (report["platform"], report["device"]) == ("cpu", "cpu")
-    assert report["capabilities"]["graph_capture"] is True
+    report = reported(python, tmp_path, 0, "-k", "padded or streams")
     assert {"graphplat", "torch", "python"} <= report["versions"].keys()
     tests = {test["name"]: test for test in report["tests"]}
     assert tests["test_padded_rows_hold_their_fill"]["outcome"] == "passed"
@@ -72,12 +78,7 @@ def test_a_run_that_selects_nothing_names_platform_and_device(python, tmp_path):
     """
     Without any test the report still says what it is about, from the option and what it resolves to.
     """
-    path = tmp_path / "report.json"
-    status, output = command(python, "--device", "cpu", "--output", str(path), "-k", "nonesuch")
-    assert status == 5, output
-    report = json.loads(path.read_text())
-    assert (report["platform"], report["device"]) == ("cpu", "cpu")
-    assert report["capabilities"]["graph_capture"] is True
+    report = reported(python, tmp_path, 5, "-k", "nonesuch")
     assert report["tests"] == []
 
 
